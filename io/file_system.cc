@@ -1,0 +1,75 @@
+#include "fullshard/io/file_system.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "absl/strings/str_cat.h"
+
+namespace fullshard {
+namespace {
+
+template <class T>
+T or_errno(T result) {
+  return result < 0 ? static_cast<T>(-errno) : result;
+}
+
+}  // namespace
+
+FileSystem& FileSystem::posix() {
+  static FileSystem* const file_system = new FileSystem();
+  return *file_system;
+}
+
+int FileSystem::create(const std::string& path) {
+  return or_errno(
+      ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+}
+
+ssize_t FileSystem::write(int fd, const void* data, size_t size) {
+  return or_errno(::write(fd, data, size));
+}
+
+int FileSystem::sync(int fd) { return or_errno(::fsync(fd)); }
+
+int FileSystem::rename(const std::string& from, const std::string& to) {
+  return or_errno(::rename(from.c_str(), to.c_str()));
+}
+
+int FileSystem::symlink(const std::string& target, const std::string& path) {
+  return or_errno(::symlink(target.c_str(), path.c_str()));
+}
+
+int FileSystem::sync_directory(const std::string& path) {
+  const int fd =
+      or_errno(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (fd < 0) return fd;
+  int result = or_errno(::fsync(fd));
+  ::close(fd);
+  // Some file systems cannot sync a folder; there a rename is durable at once.
+  return result == -EINVAL ? 0 : result;
+}
+
+int FileSystem::remove(const std::string& path) {
+  return or_errno(::unlink(path.c_str()));
+}
+
+absl::Status file_error(int negative_errno, const std::string& action,
+                        const std::string& path) {
+  return absl::ErrnoToStatus(-negative_errno,
+                             absl::StrCat("cannot ", action, " ", path));
+}
+
+std::string parent_directory(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string base_name(const std::string& path) {
+  return path.substr(path.rfind('/') + 1);
+}
+
+}  // namespace fullshard

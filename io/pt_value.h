@@ -1,0 +1,102 @@
+#ifndef FULLSHARD_IO_PT_VALUE_H_
+#define FULLSHARD_IO_PT_VALUE_H_
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "fullshard/io/pickled_tensor.h"
+
+namespace fullshard {
+
+enum class PtKind : uint8_t {
+  kNone,
+  kBool,
+  kInt,
+  kFloat,
+  kString,
+  kList,
+  kTuple,
+  kSize,
+  kDict,
+  kOrderedDict,
+  kTensor,
+  kDtype,
+  kDevice,
+  // Only while a pickle is read; never in its result.
+  kGlobal,
+  kStorage,
+};
+
+// "a dict", "an integer", ...
+const char* kind_name(PtKind kind);
+
+namespace internal {
+
+// Nodes refer to each other by index, so shared values stay shared and nothing
+// is freed recursively.
+struct PickleNode {
+  PtKind kind = PtKind::kNone;
+  union {
+    int64_t integer = 0;  // kBool, kInt; requires_grad of kTensor
+    double number;
+  };
+  absl::string_view text;       // kString, kDevice, kGlobal, kDtype
+  std::vector<uint32_t> items;  // a dict's keys and values alternate
+};
+
+struct PickleDocument {
+  std::string bytes;
+  std::vector<PickleNode> nodes;
+  uint32_t root = 0;
+};
+
+}  // namespace internal
+
+// A value of a checkpoint. A cheap handle; it keeps the whole tree alive.
+// Asking for what the value is not is a programming error (TORCH_CHECK).
+class PtValue {
+ public:
+  PtValue(std::shared_ptr<const internal::PickleDocument> document,
+          uint32_t node)
+      : document_(std::move(document)), node_(node) {}
+
+  PtKind kind() const { return node().kind; }
+  bool is_tensor() const { return kind() == PtKind::kTensor; }
+  bool is_dict() const {
+    return kind() == PtKind::kDict || kind() == PtKind::kOrderedDict;
+  }
+
+  bool as_bool() const;
+  int64_t as_int() const;
+  double as_float() const;
+  std::string as_string() const;  // kString; kDevice as "cuda:0"
+  c10::ScalarType as_dtype() const;
+  PickledTensor as_tensor() const;
+
+  // Lists, tuples, sizes and dicts: the number of items, item i (of a dict, its
+  // value) and the key of entry i.
+  size_t size() const;
+  PtValue item(size_t i) const;
+  PtValue key(size_t i) const;
+  // The value of a string key, by linear search.
+  std::optional<PtValue> find(absl::string_view key) const;
+
+ private:
+  const internal::PickleNode& node() const { return document_->nodes[node_]; }
+  const internal::PickleNode& sequence() const;
+  PtValue at(uint32_t node) const { return PtValue(document_, node); }
+
+  std::shared_ptr<const internal::PickleDocument> document_;
+  uint32_t node_;
+};
+
+}  // namespace fullshard
+
+#endif  // FULLSHARD_IO_PT_VALUE_H_

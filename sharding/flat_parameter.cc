@@ -1,0 +1,379 @@
+#include "fullshard/sharding/flat_parameter.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/empty_strided.h"
+#include "ATen/ops/from_blob.h"
+#include "ATen/ops/zeros.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
+#include "torch/csrc/autograd/variable.h"
+
+namespace fullshard::internal {
+namespace {
+
+namespace ag = torch::autograd;
+
+// Autograd metadata of a trainable sharded parameter. torch's own
+// clip_grad_norm_ and other readers of Tensor::grad() find an error in place
+// of an undefined gradient that they would skip.
+struct ShardedParameterMeta final : ag::AutogradMeta {
+  explicit ShardedParameterMeta(std::string name) : name(std::move(name)) {}
+  const at::Tensor& grad() const override {
+    TORCH_CHECK(false, "parameter '", name,
+                "' is sharded and has no gradient of its own; use "
+                "FullyShardedModule::clip_grad_norm, named_local_parameters() "
+                "or ShardedAdamW");
+  }
+  const std::string name;
+};
+
+// Elements of a dense tensor in memory order.
+at::Tensor in_memory_order(const at::Tensor& tensor) {
+  return tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
+}
+
+std::vector<int64_t> contiguous_strides(at::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) {
+    strides[i] = stride;
+  }
+  return strides;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<FlatParameter> FlatParameter::create(
+    std::string unit_name, std::vector<OriginalParameter> parameters,
+    const Placement& placement) {
+  auto flat = c10::make_intrusive<FlatParameter>(
+      std::move(unit_name), std::move(parameters), placement);
+  // Not in the constructor: the storages hold references to their owner.
+  flat->take_parameters();
+  return flat;
+}
+
+FlatParameter::FlatParameter(std::string unit_name,
+                             std::vector<OriginalParameter> parameters,
+                             const Placement& placement)
+    : unit_name_(std::move(unit_name)),
+      parameters_(std::move(parameters)),
+      placement_(placement) {}
+
+void FlatParameter::detach() {
+  page_out();
+  on_touch = nullptr;
+  unit = nullptr;
+  parameters_.clear();
+  sharded_ = c10::Storage();
+  slot_ = c10::Storage();
+}
+
+void FlatParameter::take_parameters() {
+  // Whatever mode the caller is in, these must be ordinary tensors. The first
+  // guard switches the grad mode on, so the order matters.
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  std::vector<int64_t> numels;
+  for (OriginalParameter& original : parameters_) {
+    at::Tensor& p = original.tensor;
+    const bool dense = p.is_non_overlapping_and_dense();
+    strides_.push_back(dense ? p.strides().vec()
+                             : contiguous_strides(p.sizes()));
+    numels.push_back(p.numel());
+  }
+  layout_ = ShardLayout::compute(
+      std::move(numels),
+      static_cast<int64_t>(c10::elementSize(placement_.compute_dtype)),
+      placement_.num_shards);
+  master_ = at::zeros({layout_.chunk},
+                      at::TensorOptions(placement_.device)
+                          .dtype(parameters_[0].tensor.scalar_type()));
+  sharded_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
+                                placement_.device);
+  make_throwing(sharded_,
+                absl::StrCat("unit '", unit_name_,
+                             "' is sharded: its parameters can be read by "
+                             "operators, not through their data pointer; use "
+                             "full_state_dict() to read or save them"));
+  slot_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
+                             placement_.device);
+  for (size_t i = 0; i < parameters_.size(); ++i) replace_parameter(i);
+}
+
+void FlatParameter::replace_parameter(size_t index) {
+  at::Tensor& p = parameters_[index].tensor;
+  load(index, p.detach());
+  at::Tensor view = at::empty({0}, at::TensorOptions(placement_.device)
+                                       .dtype(placement_.compute_dtype));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(
+      p.sizes(), strides_[index], layout_.offsets[index]);
+  view.unsafeGetTensorImpl()->set_storage_keep_dtype(sharded_);
+  p.set_requires_grad(false);
+  p.set_data(view);
+  if (placement_.trainable) {
+    p.unsafeGetTensorImpl()->set_autograd_meta(
+        std::make_unique<ShardedParameterMeta>(parameters_[index].name));
+  }
+  set_touch_key(p, true);
+  versions_.push_back(p._version());
+}
+
+void FlatParameter::load(size_t index, const at::Tensor& full) {
+  const ShardLayout::Range range =
+      layout_.local_range(index, placement_.shard_rank);
+  if (range.numel == 0) return;
+  at::Tensor source = full;
+  if (source.strides() != strides_[index]) {
+    source = at::empty_strided(full.sizes(), strides_[index], full.options())
+                 .copy_(full);
+  }
+  master_.narrow(0, range.shard_offset, range.numel)
+      .copy_(in_memory_order(source).narrow(0, range.parameter_offset,
+                                            range.numel));
+}
+
+void FlatParameter::attach_sink(const std::shared_ptr<ag::Node>& sink,
+                                uint32_t first_input) {
+  sink_ = sink;
+  first_input_ = first_input;
+  for (uint32_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& p = parameters_[i].tensor;
+    sink->add_input_metadata(p);
+    ag::impl::set_gradient_edge(p, ag::Edge(sink, first_input + i));
+  }
+}
+
+int64_t FlatParameter::padded_bytes() const {
+  return layout_.padded() *
+         static_cast<int64_t>(c10::elementSize(placement_.compute_dtype));
+}
+
+void FlatParameter::write_own_slice(char* gathered) const {
+  const int64_t chunk_bytes = padded_bytes() / placement_.num_shards;
+  char* own = gathered + chunk_bytes * placement_.shard_rank;
+  if (placement_.device.is_cpu() &&
+      storage_dtype() == placement_.compute_dtype) {
+    std::memcpy(own, master_.const_data_ptr(),
+                static_cast<size_t>(chunk_bytes));
+    return;
+  }
+  at::NoGradGuard no_grad;
+  at::from_blob(own, {layout_.chunk},
+                at::TensorOptions(placement_.device)
+                    .dtype(placement_.compute_dtype))
+      .copy_(master_);
+}
+
+void FlatParameter::page_in(char* gathered) {
+  slot_.unsafeGetStorageImpl()->set_data_ptr_noswap(
+      owned_data_ptr(gathered, *this, placement_.device));
+  for (const OriginalParameter& original : parameters_) {
+    const at::Tensor& p = original.tensor;
+    p.unsafeGetTensorImpl()->set_storage_keep_dtype(slot_);
+    set_touch_key(p, false);
+  }
+  paged_in_ = true;
+}
+
+void FlatParameter::relocate(char* gathered) {
+  slot_.unsafeGetStorageImpl()->set_data_ptr_noswap(
+      owned_data_ptr(gathered, *this, placement_.device));
+}
+
+bool FlatParameter::has_views() const {
+  // Each parameter and slot_ itself count once. Whatever is left is a view in
+  // a local variable or an unpacked tensor of the node that is running.
+  return paged_in_ && slot_.use_count() > parameters_.size() + 1;
+}
+
+void FlatParameter::page_out() {
+  if (!paged_in_) return;
+  const bool views = has_views();
+  paged_in_ = false;
+  for (const OriginalParameter& original : parameters_) {
+    const at::Tensor& p = original.tensor;
+    p.unsafeGetTensorImpl()->set_storage_keep_dtype(sharded_);
+    set_touch_key(p, true);
+  }
+  if (views) {
+    make_throwing(slot_, absl::StrCat("a view of a parameter of unit '",
+                                      unit_name_,
+                                      "' is used after the unit was "
+                                      "resharded; clone what must outlive it"));
+    slot_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
+                               placement_.device);
+  } else {
+    slot_.unsafeGetStorageImpl()->set_data_ptr_noswap(
+        owned_data_ptr(nullptr, *this, placement_.device));
+  }
+}
+
+// [Note: Guards against misuse]
+// LibTorch lets a user write to a sharded parameter, give it other storage or
+// change its autograd edge without a word, and the change would be lost at the
+// next reshard. Each leaves a sign that costs a few loads to look for.
+std::string FlatParameter::misuse() {
+  const c10::StorageImpl* expected =
+      (paged_in_ ? slot_ : sharded_).unsafeGetStorageImpl();
+  const std::shared_ptr<ag::Node> sink = sink_.lock();
+  for (uint32_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& p = parameters_[i].tensor;
+    const std::string& name = parameters_[i].name;
+    const c10::TensorImpl* impl = p.unsafeGetTensorImpl();
+    if (impl->unsafe_storage().unsafeGetStorageImpl() != expected ||
+        p.scalar_type() != placement_.compute_dtype) {
+      return absl::StrCat(
+          "parameter '", name,
+          "' was given other storage or another dtype after sharding "
+          "(Module::to, set_data); convert the model before fully_shard, or "
+          "use ShardOptions::mixed_precision");
+    }
+    if (p._version() != versions_[i]) {
+      versions_[i] = p._version();
+      return absl::StrCat("parameter '", name,
+                          "' was written in place after sharding, and the "
+                          "change would be lost; initialise before "
+                          "fully_shard, or use load_full_state_dict");
+    }
+    if (placement_.trainable && sink && p.grad_fn() != sink) {
+      ag::impl::set_gradient_edge(p, ag::Edge(sink, first_input_ + i));
+      return absl::StrCat("parameter '", name,
+                          "' was modified in place under autograd");
+    }
+    if (!placement_.trainable && p.requires_grad()) {
+      return absl::StrCat("frozen parameter '", name,
+                          "' was set to require gradients after sharding; set "
+                          "requires_grad before fully_shard");
+    }
+  }
+  return "";
+}
+
+std::vector<std::pair<int64_t, int64_t>> FlatParameter::gaps() const {
+  std::vector<std::pair<int64_t, int64_t>> gaps;
+  int64_t end = 0;
+  for (size_t i = 0; i < layout_.offsets.size(); ++i) {
+    if (layout_.offsets[i] > end) gaps.emplace_back(end, layout_.offsets[i]);
+    end = layout_.offsets[i] + layout_.numels[i];
+  }
+  if (layout_.padded() > end) gaps.emplace_back(end, layout_.padded());
+  return gaps;
+}
+
+void FlatParameter::write_gradients(const at::Tensor* inputs, char* buffer,
+                                    at::ScalarType dtype,
+                                    bool accumulate) const {
+  const int64_t element_size = static_cast<int64_t>(c10::elementSize(dtype));
+  const at::TensorOptions options =
+      at::TensorOptions(placement_.device).dtype(dtype);
+  const bool host = placement_.device.is_cpu();
+  auto zero = [&](int64_t begin, int64_t end) {
+    char* at = buffer + begin * element_size;
+    if (host) {
+      std::memset(at, 0, static_cast<size_t>((end - begin) * element_size));
+    } else {
+      at::from_blob(at, {end - begin}, options).zero_();
+    }
+  };
+  if (!accumulate) {
+    for (const auto& [begin, end] : gaps()) zero(begin, end);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const int64_t begin = layout_.offsets[i];
+    const at::Tensor& g = inputs[i];
+    if (!g.defined()) {
+      if (!accumulate) zero(begin, begin + layout_.numels[i]);
+      continue;
+    }
+    char* at = buffer + begin * element_size;
+    if (!accumulate && host && g.scalar_type() == dtype &&
+        g.layout() == at::kStrided && g.strides() == strides_[i]) {
+      std::memcpy(at, g.const_data_ptr(),
+                  static_cast<size_t>(layout_.numels[i] * element_size));
+      continue;
+    }
+    const at::Tensor dense = g.is_sparse() ? g.to_dense() : g;
+    at::Tensor target = at::from_blob(at, {layout_.numels[i]}, options)
+                            .as_strided(dense.sizes(), strides_[i]);
+    if (accumulate) {
+      target.add_(dense);
+    } else {
+      target.copy_(dense);
+    }
+  }
+}
+
+const at::Tensor& FlatParameter::gradient_shard() {
+  if (!gradient_.defined()) {
+    c10::InferenceMode ordinary_tensors(false);
+    at::NoGradGuard no_grad;
+    gradient_ = at::zeros({layout_.chunk}, master_.options());
+  }
+  return gradient_;
+}
+
+bool FlatParameter::has_gradient() const {
+  if (!has_gradient_) return false;
+  // A torch::optim optimizer's zero_grad() resets the views' gradients.
+  return local_parameters_.empty() ||
+         local_parameters_[0].tensor.grad().defined();
+}
+
+void FlatParameter::set_has_gradient(bool value) {
+  has_gradient_ = value;
+  set_local_gradients();
+}
+
+void FlatParameter::set_local_gradients() {
+  for (LocalParameter& local : local_parameters_) {
+    local.tensor.mutable_grad() =
+        has_gradient_ ? local.gradient : at::Tensor();
+  }
+}
+
+const std::vector<FlatParameter::LocalParameter>&
+FlatParameter::local_parameters() {
+  if (local_parameters_.empty() && placement_.trainable) {
+    c10::InferenceMode ordinary_tensors(false);
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const ShardLayout::Range range =
+          layout_.local_range(i, placement_.shard_rank);
+      if (range.numel == 0) continue;
+      LocalParameter local;
+      local.index = i;
+      // detach() shares the version counter with the master shard.
+      local.tensor =
+          master_.narrow(0, range.shard_offset, range.numel).detach();
+      local.tensor.set_requires_grad(true);
+      local.gradient =
+          gradient_shard().narrow(0, range.shard_offset, range.numel);
+      local_parameters_.push_back(std::move(local));
+    }
+    set_local_gradients();
+  }
+  return local_parameters_;
+}
+
+at::Tensor FlatParameter::view_of(const at::Tensor& flat, size_t index) const {
+  return flat.as_strided(parameters_[index].tensor.sizes(), strides_[index],
+                         layout_.offsets[index]);
+}
+
+void FlatParameter::touch() {
+  TORCH_CHECK(on_touch, "unit '", unit_name_,
+              "' is gone: its FullyShardedModule was destroyed");
+  on_touch();
+}
+
+uint64_t FlatParameter::generation() const {
+  return static_cast<uint64_t>(master_._version());
+}
+
+}  // namespace fullshard::internal

@@ -1,0 +1,156 @@
+#ifndef FULLSHARD_SHARDING_FLAT_PARAMETER_H_
+#define FULLSHARD_SHARDING_FLAT_PARAMETER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "c10/core/Storage.h"
+#include "fullshard/core/storage_owner.h"
+#include "fullshard/sharding/shard_layout.h"
+#include "torch/csrc/autograd/function.h"
+
+namespace fullshard::internal {
+
+// A parameter of the model as it was before sharding.
+struct OriginalParameter {
+  at::Tensor tensor;
+  std::string name;                  // First name in module order.
+  std::vector<std::string> aliases;  // Further names of a tied parameter.
+};
+
+// The parameters of one unit that share storage dtype, compute dtype and
+// trainability, laid out one after the other and split over the shard group.
+//
+// Keeps this rank's master shard and its gradient, and moves the original
+// parameters, which keep their identity, between sharded storage and a slot.
+// Not thread-safe; its unit's model holds the lock.
+class FlatParameter final : public StorageOwner {
+ public:
+  struct Placement {
+    int shard_rank = 0;
+    int num_shards = 1;
+    c10::Device device = c10::kCPU;
+    at::ScalarType compute_dtype = at::kFloat;
+    bool trainable = true;
+  };
+
+  // Copies this rank's part of `parameters` and takes their memory away.
+  // Requires: all tensors have the same dtype.
+  static c10::intrusive_ptr<FlatParameter> create(
+      std::string unit_name, std::vector<OriginalParameter> parameters,
+      const Placement& placement);
+
+  // For create(): shards nothing yet.
+  FlatParameter(std::string unit_name,
+                std::vector<OriginalParameter> parameters,
+                const Placement& placement);
+
+  // Ends the tie to the model: the parameters stay behind without values, and
+  // whoever uses one gets an error. Call before the model goes away; the owner
+  // and its storages would keep each other alive.
+  void detach();
+
+  // Makes `sink`'s inputs, from `first_input` on, the gradient edges of the
+  // parameters. Call once, for trainable flat parameters.
+  void attach_sink(const std::shared_ptr<torch::autograd::Node>& sink,
+                   uint32_t first_input);
+
+  // --- paging
+  // Copies (casts) the master shard to its place in the gathered memory.
+  void write_own_slice(char* gathered) const;
+  // Points the parameters at `gathered`, of padded_bytes().
+  void page_in(char* gathered);
+  // Points the live storage at other memory that holds the same values.
+  void relocate(char* gathered);
+  // Takes the memory away. Views that are still alive throw when used.
+  void page_out();
+  bool has_views() const;
+  // Returns what a user did to a parameter that sharding would lose, with the
+  // call to use instead, or an empty string. [Note: Guards against misuse]
+  std::string misuse();
+
+  // Copies this rank's elements of parameter `index` from `full`, of the
+  // parameter's shape and any dtype.
+  void load(size_t index, const at::Tensor& full);
+
+  // --- gradients
+  // Adds (or copies) the gradients `inputs[0..size)`, some undefined, to
+  // `buffer`, of layout().padded() elements of `dtype`; gaps become zero.
+  void write_gradients(const at::Tensor* inputs, char* buffer,
+                       at::ScalarType dtype, bool accumulate) const;
+  // The gradient shard; allocated on first use. Defined values only if
+  // has_gradient().
+  const at::Tensor& gradient_shard();
+  bool has_gradient() const;
+  void set_has_gradient(bool value);
+
+  // --- local views, for optimizers of torch::optim
+  struct LocalParameter {
+    size_t index = 0;    // Into parameters().
+    at::Tensor tensor;   // 1-D leaf over this rank's elements.
+    at::Tensor gradient; // The same elements of the gradient shard.
+  };
+  // One per parameter of which this rank owns elements; created on first use,
+  // then the same tensors forever.
+  const std::vector<LocalParameter>& local_parameters();
+
+  const std::vector<OriginalParameter>& parameters() const {
+    return parameters_;
+  }
+  const std::vector<std::vector<int64_t>>& strides() const { return strides_; }
+  const ShardLayout& layout() const { return layout_; }
+  const Placement& placement() const { return placement_; }
+  // [chunk], in the storage dtype. Writing to it in place is how optimizers
+  // and loads change the model; its version counter is the generation.
+  const at::Tensor& master_shard() const { return master_; }
+  at::ScalarType storage_dtype() const { return master_.scalar_type(); }
+  int64_t padded_bytes() const;
+  // Returns parameter `index` as a view of `flat`, a tensor of padded()
+  // elements.
+  at::Tensor view_of(const at::Tensor& flat, size_t index) const;
+
+  // --- StorageOwner
+  void touch() override;
+  const c10::Storage& sharded_storage() const override { return sharded_; }
+  const c10::Storage& slot_storage() const override { return slot_; }
+  uint64_t generation() const override;
+  const std::string& name() const override { return unit_name_; }
+
+  // Called by touch(); reset when the model goes away, so that a graph that
+  // outlives it gets an error.
+  std::function<void()> on_touch;
+  // The unit, for the touch of several at once; null once the model is gone.
+  class Unit* unit = nullptr;
+
+ private:
+  void take_parameters();
+  void replace_parameter(size_t index);
+  std::vector<std::pair<int64_t, int64_t>> gaps() const;
+  void set_local_gradients();
+
+  const std::string unit_name_;
+  std::vector<OriginalParameter> parameters_;
+  const Placement placement_;
+  ShardLayout layout_;
+  std::vector<std::vector<int64_t>> strides_;
+
+  at::Tensor master_;
+  at::Tensor gradient_;
+  bool has_gradient_ = false;
+  std::vector<LocalParameter> local_parameters_;
+
+  c10::Storage sharded_;
+  c10::Storage slot_;
+  bool paged_in_ = false;
+  std::weak_ptr<torch::autograd::Node> sink_;
+  uint32_t first_input_ = 0;
+  std::vector<int64_t> versions_;
+};
+
+}  // namespace fullshard::internal
+
+#endif  // FULLSHARD_SHARDING_FLAT_PARAMETER_H_

@@ -1,0 +1,300 @@
+#include "fullshard/sharding/fully_shard.h"
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <limits>
+#include <map>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/linalg_vector_norm.h"
+#include "ATen/ops/zeros.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
+#include "fullshard/core/status.h"
+#include "fullshard/core/watchdog.h"
+#include "fullshard/sharding/module_buffers.h"
+#include "fullshard/sharding/sharded_state.h"
+#include "fullshard/sharding/split_into_units.h"
+
+namespace fullshard {
+namespace {
+
+using internal::FlatParameter;
+
+void collect_names(torch::nn::Module& module, const std::string& prefix,
+                   std::vector<std::string>& names) {
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    if (item.value().defined()) names.push_back(prefix + item.key());
+  }
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    if (item.value().defined()) names.push_back(prefix + item.key());
+  }
+  for (const auto& child : module.named_children()) {
+    collect_names(*child.value(), prefix + child.key() + ".", names);
+  }
+}
+
+// Gathers one flat parameter in its storage dtype.
+at::Tensor gather_flat(const FlatParameter& flat, c10d::Backend& group,
+                       const std::string& unit) {
+  if (group.getSize() == 1) return flat.master_shard();
+  at::Tensor full =
+      at::empty({flat.layout().padded()}, flat.master_shard().options());
+  at::Tensor own = flat.master_shard();
+  at::Tensor full_bytes = full.view(at::kByte);
+  at::Tensor own_bytes = own.view(at::kByte);
+  CollectiveScope scope("all_gather", &unit, 0);
+  group._allgather_base(full_bytes, own_bytes)->wait();
+  return full;
+}
+
+// Combines the local p-norms of the shards of all ranks.
+double combine_norms(double local, double p, const ProcessGroups::Group& group,
+                     c10::Device device) {
+  if (group->getSize() == 1) return local;
+  const bool is_max = std::isinf(p);
+  at::Tensor value =
+      at::zeros({1}, at::TensorOptions(at::kCPU).dtype(at::kDouble));
+  value.data_ptr<double>()[0] = is_max ? local : std::pow(local, p);
+  value = value.to(device);
+  c10d::AllreduceOptions options;
+  options.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+  std::vector<at::Tensor> tensors = {value};
+  CollectiveScope scope("all_reduce of the gradient norm", nullptr, 0);
+  group->allreduce(tensors, options)->wait();
+  const double sum = value.cpu().data_ptr<double>()[0];
+  return is_max ? sum : std::pow(sum, 1 / p);
+}
+
+}  // namespace
+
+absl::Status ShardedModule::shard(std::shared_ptr<torch::nn::Module> module,
+                                  const ProcessGroups& groups,
+                                  const ShardOptions& options) {
+  if (module == nullptr) {
+    return absl::InvalidArgumentError("fully_shard: the module is null");
+  }
+  FS_RETURN_IF_ERROR(validate(options.mixed_precision));
+  try {
+    FS_ASSIGN_OR_RETURN(auto units,
+                        internal::split_into_units(*module, groups, options));
+    buffers_ =
+        std::make_shared<internal::ModuleBuffers>(*module, groups, options);
+    state_ = internal::ShardedState::create(groups, options, std::move(units));
+  } catch (const c10::Error& error) {
+    return absl::InternalError(
+        absl::StrCat("fully_shard: ", error.what_without_backtrace()));
+  }
+  module_ = std::move(module);
+  return absl::OkStatus();
+}
+
+// --- forward
+
+ShardedModule::ForwardScope::ForwardScope(const ShardedModule& sharded)
+    : state_(sharded.state_), exceptions_(std::uncaught_exceptions()) {
+  state_->begin_forward();
+}
+
+ShardedModule::ForwardScope::~ForwardScope() noexcept(false) {
+  // While an exception passes, the next touch cleans up.
+  if (std::uncaught_exceptions() == exceptions_) state_->end_forward();
+}
+
+const MixedPrecision& ShardedModule::mixed_precision() const {
+  return state_->options().mixed_precision;
+}
+
+// --- gradients
+
+double ShardedModule::clip_grad_norm(double max_norm, double p) {
+  at::NoGradGuard no_grad;
+  const bool is_max = std::isinf(p);
+  double local = 0;
+  for (const auto& unit : state_->units()) {
+    for (const auto& flat : unit->flats) {
+      if (!flat->placement().trainable || !flat->has_gradient()) continue;
+      const at::Tensor& shard = flat->gradient_shard();
+      const at::ScalarType dtype =
+          shard.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const double norm =
+          at::linalg_vector_norm(shard, p, {}, false, dtype).item<double>();
+      if (std::isnan(norm)) {
+        local = norm;
+      } else if (is_max) {
+        local = std::max(local, norm);
+      } else {
+        local += std::pow(norm, p);
+      }
+    }
+  }
+  if (!is_max) local = std::pow(local, 1 / p);
+  local *= state_->pending_gradient_scale;
+  const double norm =
+      combine_norms(local, p, state_->shard_group(), groups().device());
+  const double coefficient = max_norm / (norm + 1e-6);
+  if (coefficient < 1 || std::isnan(coefficient)) {
+    state_->pending_gradient_scale *= coefficient;
+    if (!state_->optimizer_applies_scale) state_->apply_pending_scale();
+  }
+  return norm;
+}
+
+void ShardedModule::zero_grad() { state_->zero_grad(); }
+
+void ShardedModule::set_requires_gradient_sync(bool value) {
+  state_->set_requires_gradient_sync(value);
+}
+
+ShardedModule::NoSync::NoSync(std::shared_ptr<internal::ShardedState> state)
+    : state_(std::move(state)), before_(state_->requires_gradient_sync()) {
+  state_->set_requires_gradient_sync(false);
+}
+
+ShardedModule::NoSync::~NoSync() {
+  state_->set_requires_gradient_sync(before_);
+}
+
+// --- parameters
+
+std::vector<LocalParameter> ShardedModule::named_local_parameters() const {
+  state_->apply_pending_scale();
+  std::vector<LocalParameter> locals;
+  for (const auto& unit : state_->units()) {
+    for (const auto& flat : unit->flats) {
+      for (const auto& local : flat->local_parameters()) {
+        const auto& original = flat->parameters()[local.index];
+        locals.push_back(
+            {original.name, local.tensor, original.tensor.sizes().vec()});
+      }
+    }
+  }
+  return locals;
+}
+
+std::vector<at::Tensor> ShardedModule::parameters() const {
+  std::vector<at::Tensor> shards;
+  for (const auto& unit : state_->units()) {
+    for (const auto& flat : unit->flats) {
+      if (flat->placement().trainable) shards.push_back(flat->master_shard());
+    }
+  }
+  return shards;
+}
+
+void ShardedModule::reshard() { state_->reshard_all(); }
+
+// --- state
+
+std::vector<std::string> ShardedModule::state_dict_names() const {
+  std::vector<std::string> names;
+  collect_names(*module_, "", names);
+  return names;
+}
+
+absl::Status ShardedModule::full_state_dict(const TensorSink& sink,
+                                            bool all_ranks) const {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  const bool receives = all_ranks || groups().rank() == 0;
+  absl::Status status;
+  auto send = [&](const std::string& name, const at::Tensor& tensor) {
+    if (receives && status.ok()) status = sink(name, tensor);
+  };
+  try {
+    for (const auto& unit : state_->units()) {
+      for (const auto& flat : unit->flats) {
+        const at::Tensor full =
+            gather_flat(*flat, *state_->shard_group(), unit->name);
+        for (size_t i = 0; i < flat->parameters().size(); ++i) {
+          const at::Tensor view = flat->view_of(full, i);
+          send(flat->parameters()[i].name, view);
+          for (const std::string& alias : flat->parameters()[i].aliases) {
+            send(alias, view);
+          }
+        }
+      }
+    }
+    for (const std::string& name : buffers_->names()) {
+      send(name, buffers_->value(name));
+    }
+    at::Tensor failed = at::zeros(
+        {1}, at::TensorOptions(groups().device()).dtype(at::kLong));
+    if (!status.ok()) failed.fill_(1);
+    if (groups().world_size() > 1) {
+      std::vector<at::Tensor> tensors = {failed};
+      c10d::AllreduceOptions options;
+      options.reduceOp = c10d::ReduceOp::MAX;
+      groups().world()->allreduce(tensors, options)->wait();
+    }
+    if (status.ok() && failed.item<int64_t>() != 0) {
+      status = absl::AbortedError(
+          "full_state_dict failed on another rank; see its message");
+    }
+  } catch (const c10::Error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("full_state_dict: ", error.what_without_backtrace()));
+  }
+  return status;
+}
+
+absl::Status ShardedModule::load_full_state_dict(
+    const TensorSource& source,
+    const std::function<bool(const std::string&)>& names) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  state_->reshard_all();
+  for (const auto& unit : state_->units()) {
+    for (const auto& flat : unit->flats) {
+      for (size_t i = 0; i < flat->parameters().size(); ++i) {
+        const auto& original = flat->parameters()[i];
+        if (names && !names(original.name)) continue;
+        FS_ASSIGN_OR_RETURN(const at::Tensor full, source(original.name));
+        if (full.sizes() != original.tensor.sizes()) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "parameter '", original.name, "': expected shape ",
+              c10::str(original.tensor.sizes()), ", got ",
+              c10::str(full.sizes())));
+        }
+        flat->load(i, full);
+      }
+    }
+  }
+  for (const std::string& name : buffers_->names()) {
+    if (names && !names(name)) continue;
+    FS_ASSIGN_OR_RETURN(const at::Tensor values, source(name));
+    FS_RETURN_IF_ERROR(buffers_->load(name, values));
+  }
+  return absl::OkStatus();
+}
+
+// --- inspection
+
+std::vector<UnitInfo> ShardedModule::units() const {
+  std::vector<UnitInfo> infos;
+  for (const auto& unit : state_->units()) {
+    UnitInfo info;
+    info.name = unit->name;
+    info.trainable = unit->trainable();
+    info.unsharded = unit->state == internal::UnitState::kUnsharded;
+    for (const auto& flat : unit->flats) {
+      int64_t numel = 0;
+      for (const auto& original : flat->parameters()) {
+        info.parameters.push_back(original.name);
+        numel += original.tensor.numel();
+      }
+      info.numel += numel;
+      info.padding_numel += flat->layout().padded() - numel;
+      info.unsharded_bytes += flat->padded_bytes();
+      info.sharded_bytes += static_cast<int64_t>(flat->master_shard().nbytes());
+    }
+    infos.push_back(std::move(info));
+  }
+  return infos;
+}
+
+const ProcessGroups& ShardedModule::groups() const { return state_->groups(); }
+
+}  // namespace fullshard

@@ -1,0 +1,239 @@
+#ifndef FULLSHARD_SHARDING_FULLY_SHARD_H_
+#define FULLSHARD_SHARDING_FULLY_SHARD_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "fullshard/core/process_groups.h"
+#include "fullshard/sharding/shard_options.h"
+#include "torch/nn/module.h"
+
+namespace fullshard {
+
+namespace internal {
+class ShardedState;
+class ModuleBuffers;
+}  // namespace internal
+
+// Receives one tensor of a state dict. The tensor is valid during the call.
+using TensorSink =
+    std::function<absl::Status(const std::string& name, const at::Tensor&)>;
+// Returns the whole tensor of that name; kNotFound if there is none.
+using TensorSource =
+    std::function<absl::StatusOr<at::Tensor>(const std::string& name)>;
+
+// This rank's elements of one parameter, in memory order.
+struct LocalParameter {
+  std::string name;        // As in the original module.
+  at::Tensor tensor;       // 1-D leaf; its .grad is the gradient shard.
+  std::vector<int64_t> original_sizes;
+};
+
+// One row of an inspection of the units.
+struct UnitInfo {
+  std::string name;
+  std::vector<std::string> parameters;
+  int64_t numel = 0;            // Of the original parameters.
+  int64_t padding_numel = 0;
+  int64_t unsharded_bytes = 0;  // In the compute dtype.
+  int64_t sharded_bytes = 0;    // This rank's master shards.
+  bool trainable = false;
+  bool unsharded = false;       // Now.
+};
+
+// A module whose parameters are split over the ranks, without its type. A cheap
+// handle: copies share the state. The module keeps working through any of its
+// methods; see docs/a_step.md.
+class ShardedModule {
+ public:
+  // --- gradients
+  // Clips the gradient of the whole model to `max_norm` by its p-norm (p may
+  // be infinity): scales by max_norm / (norm + 1e-6) if that is below 1.
+  // Returns the norm before clipping, the same on every rank.
+  //
+  // Collective. With a ShardedAdamW attached the scaling happens inside its
+  // next step().
+  // Errors: c10::Error if a peer fails.
+  double clip_grad_norm(double max_norm, double p = 2);
+  void zero_grad();
+
+  // While off, backward keeps unsharded gradients in the reduce dtype and does
+  // not communicate; the next backward with it on reduces their sum.
+  void set_requires_gradient_sync(bool value);
+
+  // Turns gradient synchronisation off while alive.
+  class NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<internal::ShardedState> state);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    std::shared_ptr<internal::ShardedState> state_;
+    const bool before_;
+  };
+  NoSync no_sync() const { return NoSync(state_); }
+
+  // --- parameters
+  // This rank's elements of the trainable parameters, in module order; for any
+  // optimizer of torch::optim. The same tensors at every call.
+  std::vector<LocalParameter> named_local_parameters() const;
+  // The flat master shards of the trainable parameters.
+  std::vector<at::Tensor> parameters() const;
+  // Makes every unit give up its unsharded memory.
+  void reshard();
+
+  // --- state
+  // Names of parameters and buffers in state-dict order.
+  std::vector<std::string> state_dict_names() const;
+
+  // Gathers unit by unit and calls `sink` with every parameter and buffer, in
+  // the storage dtype and original shape: on rank 0, or with `all_ranks` on
+  // every rank. Tensors come grouped by unit, buffers last.
+  //
+  // Collective. Errors: the first one of `sink`, on every rank; the others stop
+  // at the next unit.
+  absl::Status full_state_dict(const TensorSink& sink,
+                               bool all_ranks = false) const;
+
+  // Copies this rank's part of every parameter, and the buffers, from `source`.
+  // `names`, if given, selects what to load.
+  //
+  // Errors: kNotFound or kInvalidArgument naming the key; then nothing of that
+  // parameter has changed.
+  absl::Status load_full_state_dict(
+      const TensorSource& source,
+      const std::function<bool(const std::string&)>& names = nullptr);
+
+  // --- inspection
+  std::vector<UnitInfo> units() const;
+  const ProcessGroups& groups() const;
+
+  // For this library's optimizers.
+  const std::shared_ptr<internal::ShardedState>& state() const {
+    return state_;
+  }
+
+ protected:
+  ShardedModule() = default;
+  // Errors: as fully_shard.
+  absl::Status shard(std::shared_ptr<torch::nn::Module> module,
+                     const ProcessGroups& groups, const ShardOptions& options);
+
+  // Opens a forward of the root for as long as it lives.
+  class ForwardScope {
+   public:
+    explicit ForwardScope(const ShardedModule& sharded);
+    ~ForwardScope() noexcept(false);
+    ForwardScope(const ForwardScope&) = delete;
+    ForwardScope& operator=(const ForwardScope&) = delete;
+
+   private:
+    std::shared_ptr<internal::ShardedState> state_;
+    const int exceptions_;
+  };
+  const MixedPrecision& mixed_precision() const;
+
+ private:
+  std::shared_ptr<internal::ShardedState> state_;
+  std::shared_ptr<internal::ModuleBuffers> buffers_;
+  std::shared_ptr<torch::nn::Module> module_;
+};
+
+// A sharded module of type M.
+//
+// Example:
+//   auto sharded = fully_shard(model, groups, options);
+//   auto loss = (*sharded)(inputs, targets);
+//   loss.backward();
+template <class M>
+class FullyShardedModule final : public ShardedModule {
+ public:
+  const std::shared_ptr<M>& module() const { return module_; }
+  M* operator->() const { return module_.get(); }
+
+  // Calls module()->forward(args...) with floating inputs cast to the param
+  // dtype and floating outputs to the output dtype.
+  template <class... Args>
+  auto operator()(Args&&... args) const {
+    return call(
+        [this](auto&&... a) {
+          return module_->forward(std::forward<decltype(a)>(a)...);
+        },
+        std::forward<Args>(args)...);
+  }
+
+  // The same for another method, as call(&M::encode, x), or any callable.
+  template <class Fn, class... Args>
+  auto call(Fn&& fn, Args&&... args) const {
+    if constexpr (std::is_member_pointer_v<std::decay_t<Fn>>) {
+      return call(
+          [this, fn](auto&&... a) {
+            return std::invoke(fn, *module_, std::forward<decltype(a)>(a)...);
+          },
+          std::forward<Args>(args)...);
+    } else {
+      ForwardScope scope(*this);
+      const MixedPrecision& policy = mixed_precision();
+      std::tuple<std::decay_t<Args>...> inputs(std::forward<Args>(args)...);
+      if (policy.cast_forward_inputs) cast_floating(inputs, policy.param_dtype);
+      using Result = decltype(std::apply(fn, std::move(inputs)));
+      if constexpr (std::is_void_v<Result>) {
+        std::apply(fn, std::move(inputs));
+      } else {
+        std::decay_t<Result> outputs = std::apply(fn, std::move(inputs));
+        cast_floating(outputs, policy.output_dtype);
+        return outputs;
+      }
+    }
+  }
+
+  // Use fully_shard.
+  static absl::StatusOr<FullyShardedModule> create(
+      std::shared_ptr<M> module, const ProcessGroups& groups,
+      const ShardOptions& options) {
+    FullyShardedModule sharded;
+    absl::Status status = sharded.shard(module, groups, options);
+    if (!status.ok()) return status;
+    sharded.module_ = std::move(module);
+    return sharded;
+  }
+
+ private:
+  FullyShardedModule() = default;
+
+  std::shared_ptr<M> module_;
+};
+
+// Shards `module` in place: moves it to the rank's device and splits its
+// parameters over the ranks, unit by unit, as `options` says. The module stays
+// usable through all its methods; its parameters keep their identity, shape and
+// names.
+//
+// Collective: all ranks, with modules and options that are alike.
+// Errors: kInvalidArgument for options or modules that cannot be sharded.
+template <class M>
+absl::StatusOr<FullyShardedModule<M>> fully_shard(
+    std::shared_ptr<M> module, const ProcessGroups& groups,
+    const ShardOptions& options = {}) {
+  return FullyShardedModule<M>::create(std::move(module), groups, options);
+}
+
+// The same for a module holder (TORCH_MODULE).
+template <class M>
+absl::StatusOr<FullyShardedModule<M>> fully_shard(
+    const torch::nn::ModuleHolder<M>& module, const ProcessGroups& groups,
+    const ShardOptions& options = {}) {
+  return FullyShardedModule<M>::create(module.ptr(), groups, options);
+}
+
+}  // namespace fullshard
+
+#endif  // FULLSHARD_SHARDING_FULLY_SHARD_H_

@@ -1,0 +1,134 @@
+#include "fullshard/sharding/gradient_reducer.h"
+
+#include <cstring>
+#include <utility>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
+#include "ATen/ops/zeros.h"
+#include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
+#include "fullshard/core/watchdog.h"
+
+namespace fullshard::internal {
+
+GradientReducer::GradientReducer(
+    Transport& transport, int num_shards,
+    c10::intrusive_ptr<c10d::Backend> replicate_group,
+    at::ScalarType reduce_dtype)
+    : transport_(transport),
+      scale_(1.0 / (num_shards *
+                    (replicate_group ? replicate_group->getSize() : 1))),
+      replicate_group_(std::move(replicate_group)),
+      reduce_dtype_(reduce_dtype) {}
+
+void GradientReducer::reduce(Unit& unit,
+                             const std::vector<at::Tensor>& gradients) {
+  at::NoGradGuard no_grad;
+  flush();
+  char* buffer = transport_.acquire_reduce_buffer(unit);
+  const bool kept_some = unit.unreduced_gradients.defined();
+  if (kept_some) {
+    const int64_t num_bytes = unit.reduce_bytes(reduce_dtype_);
+    const at::Tensor kept = std::exchange(unit.unreduced_gradients, {});
+    at::from_blob(buffer, {num_bytes},
+                  at::TensorOptions(kept.device()).dtype(at::kByte))
+        .copy_(kept);
+    write(unit, gradients, buffer, /*accumulate=*/true);
+  } else {
+    write(unit, gradients, buffer, /*accumulate=*/false);
+  }
+  transport_.start_reduce(unit, kept_some || !gradients.empty());
+  unit.reduced_this_backward = true;
+  pending_ = &unit;
+}
+
+void GradientReducer::keep(Unit& unit,
+                           const std::vector<at::Tensor>& gradients) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  const bool first = !unit.unreduced_gradients.defined();
+  if (first) {
+    unit.unreduced_gradients =
+        at::empty({unit.reduce_bytes(reduce_dtype_)},
+                  at::TensorOptions(unit.flats[0]->placement().device)
+                      .dtype(at::kByte));
+  }
+  write(unit, gradients,
+        static_cast<char*>(unit.unreduced_gradients.data_ptr()),
+        /*accumulate=*/!first);
+}
+
+void GradientReducer::write(Unit& unit,
+                            const std::vector<at::Tensor>& gradients,
+                            char* buffer, bool accumulate) const {
+  static const at::Tensor undefined;
+  size_t input = 0;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    const FlatParameter& flat = *unit.flats[i];
+    if (!flat.placement().trainable) continue;
+    const size_t num_inputs = flat.parameters().size();
+    char* at = buffer + unit.reduce_offset(i, reduce_dtype_);
+    if (gradients.empty()) {
+      const std::vector<at::Tensor> none(num_inputs);
+      flat.write_gradients(none.data(), at, reduce_dtype_, accumulate);
+    } else {
+      flat.write_gradients(&gradients[input], at, reduce_dtype_, accumulate);
+    }
+    input += num_inputs;
+  }
+}
+
+void GradientReducer::flush() {
+  if (pending_ == nullptr) return;
+  Unit& unit = *std::exchange(pending_, nullptr);
+  if (replicate_group_ && replicate_group_->getSize() > 1) {
+    finish_with_replicas(unit);
+    return;
+  }
+  std::vector<Transport::Reduced> outputs;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    FlatParameter& flat = *unit.flats[i];
+    if (!flat.placement().trainable) continue;
+    outputs.push_back(
+        {i, flat.gradient_shard(), scale_, flat.has_gradient()});
+  }
+  if (!transport_.finish_reduce(unit, outputs)) return;
+  for (const Transport::Reduced& out : outputs) {
+    unit.flats[out.flat]->set_has_gradient(true);
+  }
+}
+
+void GradientReducer::finish_with_replicas(Unit& unit) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  std::vector<Transport::Reduced> sums;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    const FlatParameter& flat = *unit.flats[i];
+    if (!flat.placement().trainable) continue;
+    sums.push_back({i,
+                    at::empty({flat.layout().chunk},
+                              at::TensorOptions(flat.placement().device)
+                                  .dtype(reduce_dtype_)),
+                    /*scale=*/1, /*accumulate=*/false});
+  }
+  // A replica that did not use the unit still takes part, with zeros.
+  if (!transport_.finish_reduce(unit, sums)) {
+    for (const Transport::Reduced& sum : sums) sum.shard.zero_();
+  }
+  CollectiveScope scope("all_reduce", &unit.name, 0);
+  for (const Transport::Reduced& sum : sums) {
+    std::vector<at::Tensor> tensors = {sum.shard};
+    replicate_group_->allreduce(tensors)->wait();
+    FlatParameter& flat = *unit.flats[sum.flat];
+    const at::Tensor& shard = flat.gradient_shard();
+    if (flat.has_gradient()) {
+      shard.add_(sum.shard, scale_);
+    } else {
+      shard.copy_(sum.shard).mul_(scale_);
+    }
+    flat.set_has_gradient(true);
+  }
+}
+
+}  // namespace fullshard::internal

@@ -1,0 +1,51 @@
+#ifndef FULLSHARD_SHARDING_GRADIENT_REDUCER_H_
+#define FULLSHARD_SHARDING_GRADIENT_REDUCER_H_
+
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "fullshard/core/process_groups.h"
+#include "fullshard/sharding/transport.h"
+#include "fullshard/sharding/unit.h"
+
+namespace fullshard::internal {
+
+// Turns the local gradients of a unit into this rank's gradient shard: the sum
+// over all ranks of the shard and replicate groups, divided by their number.
+//
+// A reduction is finished when the next unit's is started, or by flush(), so
+// that a rank does not wait in lock-step for the others.
+class GradientReducer {
+ public:
+  // `replicate_group` may be null: one replica.
+  GradientReducer(Transport& transport, int num_shards,
+                  c10::intrusive_ptr<c10d::Backend> replicate_group,
+                  at::ScalarType reduce_dtype);
+
+  // Starts the reduction of `gradients`, one per input of the unit's sink, some
+  // undefined. Empty: this rank used none of the unit's parameters.
+  //
+  // Collective: all ranks of both groups, in the same order of units.
+  void reduce(Unit& unit, const std::vector<at::Tensor>& gradients);
+
+  // Adds `gradients` to what reduce() will send later, without communication.
+  void keep(Unit& unit, const std::vector<at::Tensor>& gradients);
+
+  // Finishes the reduction that is under way.
+  void flush();
+
+ private:
+  void write(Unit& unit, const std::vector<at::Tensor>& gradients,
+             char* buffer, bool accumulate) const;
+  void finish_with_replicas(Unit& unit);
+
+  Transport& transport_;
+  const double scale_;
+  const c10::intrusive_ptr<c10d::Backend> replicate_group_;
+  const at::ScalarType reduce_dtype_;
+  Unit* pending_ = nullptr;
+};
+
+}  // namespace fullshard::internal
+
+#endif  // FULLSHARD_SHARDING_GRADIENT_REDUCER_H_

@@ -1,0 +1,393 @@
+#include "fullshard/sharding/sharded_state.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ATen/ops/full.h"
+#include "ATen/ops/zeros.h"
+#include "ATen/record_function.h"
+#include "c10/core/GradMode.h"
+#include "fullshard/core/shm_backend.h"
+#include "fullshard/core/single_backend.h"
+#include "torch/csrc/autograd/engine.h"
+#include "torch/csrc/autograd/function.h"
+
+namespace fullshard::internal {
+namespace {
+
+namespace ag = torch::autograd;
+
+// The gradient edge of all trainable parameters of a unit. Autograd calls it
+// once per backward, with all their gradients, when the last is ready.
+class Sink final : public ag::Node {
+ public:
+  Sink(std::weak_ptr<ShardedState> state, Unit* unit)
+      // As AccumulateGrad: runs as soon as it is ready.
+      : Node(/*sequence_nr=*/UINT64_MAX),
+        state_(std::move(state)),
+        unit_(unit),
+        name_("FullShardSink(" + unit->name + ")") {}
+
+  ag::variable_list apply(ag::variable_list&& gradients) override {
+    std::shared_ptr<ShardedState> state = state_.lock();
+    TORCH_CHECK(state, name_, ": the FullyShardedModule was destroyed before "
+                "backward");
+    state->on_gradients(*unit_, std::move(gradients));
+    return {};
+  }
+  std::string name() const override { return name_; }
+
+ private:
+  const std::weak_ptr<ShardedState> state_;
+  Unit* const unit_;
+  const std::string name_;
+};
+
+bool contains(c10::ArrayRef<Unit*> set, const Unit* unit) {
+  return std::find(set.begin(), set.end(), unit) != set.end();
+}
+
+bool uses_shared_memory(const ProcessGroups::Group& group) {
+  return group->getSize() > 1 && ProcessGroups::shm(group) != nullptr;
+}
+
+}  // namespace
+
+at::ScalarType resolve_reduce_dtype(
+    const MixedPrecision& policy,
+    const std::vector<std::unique_ptr<Unit>>& units) {
+  if (policy.reduce_dtype.has_value()) return *policy.reduce_dtype;
+  if (policy.param_dtype.has_value()) return *policy.param_dtype;
+  std::optional<at::ScalarType> common;
+  for (const auto& unit : units) {
+    for (const auto& flat : unit->flats) {
+      if (!flat->placement().trainable) continue;
+      const at::ScalarType dtype = flat->storage_dtype();
+      if (dtype == at::kDouble) return at::kDouble;
+      if (common.has_value() && *common != dtype) common = at::kFloat;
+      if (!common.has_value()) common = dtype;
+    }
+  }
+  return common.value_or(at::kFloat);
+}
+
+std::shared_ptr<ShardedState> ShardedState::create(
+    ProcessGroups groups, const ShardOptions& options,
+    std::vector<std::unique_ptr<Unit>> units) {
+  std::shared_ptr<ShardedState> state(
+      new ShardedState(std::move(groups), options, std::move(units)));
+  state->attach_sinks();
+  state->observing_ = observe_backward(state.get());
+  return state;
+}
+
+ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
+                           std::vector<std::unique_ptr<Unit>> units)
+    : groups_(std::move(groups)),
+      options_(options),
+      units_(std::move(units)),
+      reduce_dtype_(resolve_reduce_dtype(options.mixed_precision, units_)) {
+  if (options_.strategy == ShardingStrategy::kNoShard) {
+    shard_group_ = c10::make_intrusive<SingleBackend>();
+    replicate_group_ = groups_.world();
+  } else {
+    shard_group_ = groups_.shard_group();
+    replicate_group_ = groups_.replicate_group();
+  }
+  transport_ = uses_shared_memory(shard_group_)
+                   ? make_shared_memory_transport(*ProcessGroups::shm(shard_group_),
+                                                  units_, reduce_dtype_)
+                   : make_collective_transport(groups_, shard_group_, units_,
+                                               reduce_dtype_);
+  reducer_ = std::make_unique<GradientReducer>(
+      *transport_, shard_group_->getSize(), replicate_group_, reduce_dtype_);
+}
+
+void ShardedState::attach_sinks() {
+  for (const auto& unit : units_) {
+    unit->model = this;
+    uint32_t num_inputs = 0;
+    for (const auto& flat : unit->flats) {
+      flat->unit = unit.get();
+      flat->on_touch = [this, u = unit.get()] { touch({u}); };
+      if (!flat->placement().trainable) continue;
+      if (!unit->sink) {
+        unit->sink = std::make_shared<Sink>(weak_from_this(), unit.get());
+      }
+      flat->attach_sink(unit->sink, num_inputs);
+      num_inputs += static_cast<uint32_t>(flat->parameters().size());
+    }
+  }
+}
+
+ShardedState::~ShardedState() {
+  observing_.reset();
+  for (const auto& unit : units_) {
+    for (const auto& flat : unit->flats) flat->detach();
+  }
+}
+
+bool ShardedState::nothing_to_do(c10::ArrayRef<Unit*> set) const {
+  return set.size() == 1 && set[0] == last_touched_ &&
+         set[0]->state == UnitState::kUnsharded &&
+         set[0]->gathered_generation == set[0]->generation() &&
+         recompute_token().expired();
+}
+
+void ShardedState::touch(c10::ArrayRef<Unit*> set) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (nothing_to_do(set)) return;
+  touched_ = true;
+  reshard_others(set);
+  bool gathered = false;
+  for (Unit* unit : set) {
+    if (unit->state == UnitState::kUnsharded &&
+        unit->gathered_generation != unit->generation()) {
+      reshard(*unit);
+    }
+    if (unit->state == UnitState::kUnsharded) continue;
+    take_part_in(prefetcher_.advance_to(unit->index), set);
+    start_gather(*unit);
+    gathered = true;
+  }
+  for (Unit* unit : set) {
+    finish_gather(*unit);
+    if (!recompute_token().expired()) unit->keeper = recompute_token();
+  }
+  last_touched_ = set.back();
+  if (gathered) prefetch_next();
+  throw_misuse();
+}
+
+void ShardedState::reshard_others(c10::ArrayRef<Unit*> set) {
+  // Backwards: reshard() removes the unit from the list.
+  for (size_t i = present_.size(); i-- > 0;) {
+    Unit& unit = *present_[i];
+    if (unit.state != UnitState::kUnsharded || !unit.reshard_after_forward ||
+        contains(set, &unit) || !unit.keeper.expired() || unit.has_views()) {
+      continue;
+    }
+    const bool related = std::any_of(
+        set.begin(), set.end(),
+        [&](const Unit* touched) { return touched->related_to(unit); });
+    if (!related) reshard(unit);
+  }
+}
+
+void ShardedState::take_part_in(const std::vector<int>& skipped,
+                                c10::ArrayRef<Unit*> set) {
+  for (int index : skipped) {
+    Unit& unit = *units_[static_cast<size_t>(index)];
+    if (contains(set, &unit) || unit.state == UnitState::kUnsharded) continue;
+    start_gather(unit);
+    transport_->finish_gather(unit);
+    unit.state = UnitState::kUnsharded;  // Nothing was paged in.
+    reshard(unit);
+  }
+}
+
+void ShardedState::start_gather(Unit& unit) {
+  if (unit.state != UnitState::kSharded) return;
+  if (prefetcher_.phase() == Prefetcher::kBackward ||
+      at::GradMode::is_enabled()) {
+    prefetcher_.record(unit.index);
+  }
+  note_misuse(unit);
+  transport_->acquire_slot(unit);
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    unit.flats[i]->write_own_slice(unit.slot.memory + unit.slot_offset(i));
+  }
+  unit.gathered_generation = unit.generation();
+  transport_->start_gather(unit);
+  unit.state = UnitState::kGathering;
+  present_.push_back(&unit);
+}
+
+void ShardedState::finish_gather(Unit& unit) {
+  if (unit.state != UnitState::kGathering) return;
+  RECORD_FUNCTION("FullShard::unshard " + unit.name,
+                  std::vector<c10::IValue>());
+  transport_->finish_gather(unit);
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    unit.flats[i]->page_in(unit.slot.memory + unit.slot_offset(i));
+  }
+  unit.state = UnitState::kUnsharded;
+}
+
+void ShardedState::reshard(Unit& unit) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (unit.state == UnitState::kSharded) return;
+  if (unit.state == UnitState::kGathering) transport_->finish_gather(unit);
+  note_misuse(unit);
+  for (const auto& flat : unit.flats) flat->page_out();
+  transport_->release_slot(unit);
+  unit.keeper.reset();
+  unit.state = UnitState::kSharded;
+  present_.erase(std::find(present_.begin(), present_.end(), &unit));
+  if (last_touched_ == &unit) last_touched_ = nullptr;
+}
+
+void ShardedState::reshard_all() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  while (!present_.empty()) reshard(*present_.back());
+}
+
+void ShardedState::prefetch_next() {
+  if (!options_.prefetch) return;
+  const int next = prefetcher_.next();
+  if (next < 0) return;
+  const bool in_flight = std::any_of(
+      present_.begin(), present_.end(),
+      [](const Unit* u) { return u->state == UnitState::kGathering; });
+  if (!in_flight) start_gather(*units_[static_cast<size_t>(next)]);
+}
+
+void ShardedState::note_misuse(Unit& unit) {
+  std::string message = unit.misuse();
+  if (misuse_.empty()) misuse_ = std::move(message);
+}
+
+void ShardedState::throw_misuse() {
+  if (misuse_.empty()) return;
+  const std::string message = std::exchange(misuse_, "");
+  TORCH_CHECK(false, message);
+}
+
+void ShardedState::begin_forward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (const auto& unit : units_) {
+    note_misuse(*unit);
+    if (unit->state == UnitState::kUnsharded &&
+        unit->gathered_generation != unit->generation()) {
+      reshard(*unit);
+    }
+  }
+  throw_misuse();
+  prefetcher_.begin(Prefetcher::kForward);
+}
+
+void ShardedState::end_forward() {
+  // Without gradients no backward will come to reshard what is left.
+  if (!at::GradMode::is_enabled()) reshard_all();
+}
+
+void ShardedState::on_gradients(Unit& unit,
+                                std::vector<at::Tensor>&& gradients) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  RECORD_FUNCTION("FullShard::reduce " + unit.name,
+                  std::vector<c10::IValue>());
+  sink_ran_ = true;
+  if (pending_gradient_scale != 1) apply_pending_scale();
+  unit.keeper.reset();
+  if (gradient_sync_) {
+    reducer_->reduce(unit, gradients);
+  } else {
+    reducer_->keep(unit, gradients);
+  }
+  if (!unit.has_views()) reshard(unit);
+}
+
+void ShardedState::zero_grad() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (const auto& unit : units_) {
+    unit->unreduced_gradients = at::Tensor();
+    for (const auto& flat : unit->flats) {
+      if (flat->placement().trainable) flat->set_has_gradient(false);
+    }
+  }
+  pending_gradient_scale = 1;
+}
+
+void ShardedState::apply_pending_scale() {
+  at::NoGradGuard no_grad;
+  const double scale = std::exchange(pending_gradient_scale, 1);
+  if (scale == 1) return;
+  for (const auto& unit : units_) {
+    for (const auto& flat : unit->flats) {
+      if (flat->has_gradient()) flat->gradient_shard().mul_(scale);
+    }
+  }
+}
+
+void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
+                                   bool create_graph, bool accumulate_grad) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (const ag::Edge& edge : outputs) {
+    TORCH_CHECK(!accumulate_grad ||
+                    dynamic_cast<Sink*>(edge.function.get()) == nullptr,
+                "backward(inputs = {a sharded parameter}) is not supported; "
+                "use torch::autograd::grad for its local gradient");
+  }
+  if (present_.empty()) return;  // No forward of this model is open.
+  TORCH_CHECK(!(create_graph && accumulate_grad),
+              "backward(create_graph = true) through a sharded module is not "
+              "supported; use torch::autograd::grad(..., create_graph = true)");
+  if (ag::get_current_graph_task_id() >= 0) return;  // A reentrant one.
+  sink_ran_ = false;
+  touched_ = false;
+  prefetcher_.begin(Prefetcher::kBackward);
+  if (prefetcher_.recorded()) prefetch_next();
+}
+
+void ShardedState::after_backward(bool ok) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const bool took_part = sink_ran_ || touched_;
+  prefetcher_.begin(Prefetcher::kForward);
+  if (!took_part) return;
+  if (ok && sink_ran_ && gradient_sync_) reduce_untouched_units();
+  reducer_->flush();
+  reshard_all();
+  for (const auto& unit : units_) unit->reduced_this_backward = false;
+  if (ok && sink_ran_ && !prefetcher_.recorded()) {
+    prefetcher_.finish_recording();
+    compare_order_across_ranks();
+  }
+  sink_ran_ = touched_ = false;
+  if (ok) {
+    throw_misuse();
+  } else {
+    misuse_.clear();
+  }
+}
+
+// Ranks whose loss did not depend on a unit still take part in its reduction:
+// the gradient is the mean with zeros.
+void ShardedState::reduce_untouched_units() {
+  if (groups_.world_size() == 1) {
+    // Nobody waits, but gradients kept under no_sync are due.
+    for (const auto& unit : units_) {
+      if (unit->unreduced_gradients.defined()) reducer_->reduce(*unit, {});
+    }
+    return;
+  }
+  for (size_t i = units_.size(); i-- > 0;) {
+    Unit& unit = *units_[i];
+    if (unit.trainable() && !unit.reduced_this_backward) {
+      reducer_->reduce(unit, {});
+    }
+  }
+}
+
+// Shared memory names the unit in every signal; a c10d backend would exchange
+// the bytes of different units without a word.
+void ShardedState::compare_order_across_ranks() {
+  if (shard_group_->getSize() == 1 ||
+      uses_shared_memory(shard_group_)) {
+    return;
+  }
+  const auto options =
+      at::TensorOptions(groups_.device()).dtype(at::kLong);
+  at::Tensor own = at::full({1}, prefetcher_.fingerprint(), options);
+  at::Tensor all = at::zeros({shard_group_->getSize()}, options);
+  shard_group_->_allgather_base(all, own)->wait();
+  const at::Tensor host = all.cpu();
+  for (int rank = 0; rank < shard_group_->getSize(); ++rank) {
+    TORCH_CHECK(host.const_data_ptr<int64_t>()[rank] ==
+                    prefetcher_.fingerprint(),
+                "rank ", rank, " and rank ", shard_group_->getRank(),
+                " used the units in different orders in the first iteration; "
+                "every rank must run the same model");
+  }
+}
+
+}  // namespace fullshard::internal

@@ -1,0 +1,119 @@
+#ifndef FULLSHARD_SHARDING_SHARDED_STATE_H_
+#define FULLSHARD_SHARDING_SHARDED_STATE_H_
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "c10/util/ArrayRef.h"
+#include "fullshard/core/process_groups.h"
+#include "fullshard/core/saved_tensor_hooks.h"
+#include "fullshard/sharding/gradient_reducer.h"
+#include "fullshard/sharding/prefetcher.h"
+#include "fullshard/sharding/shard_options.h"
+#include "fullshard/sharding/transport.h"
+#include "fullshard/sharding/unit.h"
+
+namespace fullshard::internal {
+
+// The units of one sharded model and their state machine. A step reads:
+//   touch -> unshard -> start_gather, finish_gather -> reshard;
+//   backward -> touch -> on_gradients -> reduce -> reshard;
+//   after_backward -> flush, reshard all.
+// One lock guards it: on CUDA, backward runs on device threads.
+class ShardedState final : public BackwardObserver,
+                           public std::enable_shared_from_this<ShardedState> {
+ public:
+  // `units` as split_into_units() made them. Collective: creates slots.
+  static std::shared_ptr<ShardedState> create(
+      ProcessGroups groups, const ShardOptions& options,
+      std::vector<std::unique_ptr<Unit>> units);
+  ~ShardedState();
+
+  // Unshards `set` as one, reshards what neither `set` nor a view needs, and
+  // starts the next gather.
+  void touch(c10::ArrayRef<Unit*> set);
+
+  // Reshards every unit. Views that are alive throw when used later.
+  void reshard_all();
+  // The same for one unit; nothing if it is sharded.
+  void reshard(Unit& unit);
+
+  // A forward of the root: checks for misuse and stale copies, and follows the
+  // recorded order from its start. Errors: c10::Error naming the parameter.
+  void begin_forward();
+  void end_forward();
+
+  // --- gradients
+  void on_gradients(Unit& unit, std::vector<at::Tensor>&& gradients);
+  void set_requires_gradient_sync(bool value) { gradient_sync_ = value; }
+  bool requires_gradient_sync() const { return gradient_sync_; }
+  void zero_grad();
+  // [Note: Clipping folded into the optimizer]
+  // With an optimizer of ours attached, clipping sets this factor, which the
+  // optimizer's own pass applies; otherwise clipping scales the shards.
+  double pending_gradient_scale = 1;
+  bool optimizer_applies_scale = false;
+  void apply_pending_scale();
+
+  // --- BackwardObserver
+  void before_backward(const std::vector<torch::autograd::Edge>& outputs,
+                       bool create_graph, bool accumulate_grad) override;
+  void after_backward(bool ok) override;
+
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  const ProcessGroups& groups() const { return groups_; }
+  const ShardOptions& options() const { return options_; }
+  // Over which gradients and parameters are split; size 1 for no_shard.
+  const c10::intrusive_ptr<c10d::Backend>& shard_group() const {
+    return shard_group_;
+  }
+  const Prefetcher& prefetcher() const { return prefetcher_; }
+
+ private:
+  ShardedState(ProcessGroups groups, const ShardOptions& options,
+               std::vector<std::unique_ptr<Unit>> units);
+  void attach_sinks();
+  void start_gather(Unit& unit);
+  void finish_gather(Unit& unit);
+  void reshard_others(c10::ArrayRef<Unit*> set);
+  void take_part_in(const std::vector<int>& skipped,
+                    c10::ArrayRef<Unit*> set);
+  void prefetch_next();
+  void note_misuse(Unit& unit);
+  void throw_misuse();
+  void reduce_untouched_units();
+  void compare_order_across_ranks();
+  bool nothing_to_do(c10::ArrayRef<Unit*> set) const;
+
+  const ProcessGroups groups_;
+  const ShardOptions options_;
+  c10::intrusive_ptr<c10d::Backend> shard_group_;
+  c10::intrusive_ptr<c10d::Backend> replicate_group_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  at::ScalarType reduce_dtype_;
+
+  std::recursive_mutex mutex_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<GradientReducer> reducer_;
+  Prefetcher prefetcher_;
+  std::vector<Unit*> present_;  // Units that are not kSharded.
+  Unit* last_touched_ = nullptr;
+  bool gradient_sync_ = true;
+  // In the backward that is under way:
+  bool sink_ran_ = false;
+  bool touched_ = false;
+  std::string misuse_;     // First one seen, until it is thrown.
+  std::shared_ptr<void> observing_;
+};
+
+// Returns the dtype in which gradients are reduced.
+at::ScalarType resolve_reduce_dtype(
+    const MixedPrecision& policy,
+    const std::vector<std::unique_ptr<Unit>>& units);
+
+}  // namespace fullshard::internal
+
+#endif  // FULLSHARD_SHARDING_SHARDED_STATE_H_

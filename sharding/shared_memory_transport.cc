@@ -1,0 +1,254 @@
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ATen/ops/empty.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
+#include "fullshard/core/logging.h"
+#include "fullshard/core/shm_backend.h"
+#include "fullshard/core/shm_reduce.h"
+#include "fullshard/core/watchdog.h"
+#include "fullshard/sharding/transport.h"
+
+namespace fullshard::internal {
+namespace {
+
+// Three, so that a fast rank can write the next unit while a slow one still
+// reads the last.
+constexpr int kNumRotatingSlots = 3;
+
+// In the tag of a reduction, beside the unit: the rank's backward reached it.
+constexpr uint32_t kUsed = 1u << 31;
+
+// [Note: Home slots]
+// All ranks must gather a unit into the same pages, whatever each of them
+// still holds. So the slot of a unit follows from its index alone: units that
+// enclose others and units that stay unsharded have one each, the rest take
+// turns. A rank whose home slot still holds another unit that it cannot give up
+// (a live view, an operator on several units) moves that one to memory of its
+// own: views follow, for they share the StorageImpl.
+//
+// Each slot has a generation. Before writing generation g + 1, a rank waits
+// until all have released g; before reading, until all have written g + 1. The
+// written signal carries the unit, so that ranks that went different ways get
+// an error in place of each other's bytes.
+class SharedMemoryTransport final : public Transport {
+ public:
+  SharedMemoryTransport(ShmBackend& group,
+                        const std::vector<std::unique_ptr<Unit>>& units,
+                        at::ScalarType reduce_dtype)
+      : group_(group), reduce_dtype_(reduce_dtype) {
+    int64_t reduce_bytes = 0;
+    int num_rotating = 0;
+    std::vector<int64_t> bytes;
+    std::vector<int> rotating;  // Slots that took turns so far.
+    for (const auto& unit : units) {
+      unit_names_.push_back(unit->name);
+      reduce_bytes = std::max(reduce_bytes, unit->reduce_bytes(reduce_dtype));
+      int slot = static_cast<int>(bytes.size());
+      if (unit->has_children || !unit->reshard_after_forward) {
+        bytes.push_back(0);
+      } else if (num_rotating++ < kNumRotatingSlots) {
+        rotating.push_back(slot);
+        bytes.push_back(0);
+      } else {
+        slot = rotating[static_cast<size_t>((num_rotating - 1) %
+                                            kNumRotatingSlots)];
+      }
+      home_.push_back(slot);
+      int64_t& size = bytes[static_cast<size_t>(slot)];
+      size = std::max(size, unit->slot_bytes());
+    }
+    for (int64_t num_bytes : bytes) {
+      slots_.push_back({group.allocate_shared(num_bytes), 0, nullptr});
+    }
+    const int num_slots = static_cast<int>(slots_.size());
+    written_ = group.make_signals(num_slots);
+    released_ = group.make_signals(num_slots);
+    ready_ = group.make_signals(2);
+    done_ = group.make_signals(2);
+    for (auto& buffer : reduce_buffers_) {
+      buffer.memory = group.allocate_symmetric(std::max<int64_t>(
+          reduce_bytes, 1));
+    }
+  }
+
+  void acquire_slot(Unit& unit) override {
+    const int index = home_[static_cast<size_t>(unit.index)];
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    if (slot.occupant != nullptr) move_out(*slot.occupant);
+    CollectiveScope scope("all_gather", &unit.name, ++sequence_);
+    released_->wait_all(index, slot.generation, "all_gather");
+    ++slot.generation;
+    slot.occupant = &unit;
+    unit.slot.index = index;
+    unit.slot.memory = static_cast<char*>(slot.memory.data_ptr());
+  }
+
+  void start_gather(Unit& unit) override {
+    const Slot& slot = slots_[static_cast<size_t>(unit.slot.index)];
+    written_->post(unit.slot.index, slot.generation,
+                   static_cast<uint32_t>(unit.index));
+  }
+
+  void finish_gather(Unit& unit) override {
+    if (unit.slot.index < 0) return;  // Moved out, so it was complete.
+    const Slot& slot = slots_[static_cast<size_t>(unit.slot.index)];
+    CollectiveScope scope("all_gather", &unit.name, sequence_);
+    written_->wait_all(unit.slot.index, slot.generation, "all_gather");
+    check_same_unit(*written_, unit.slot.index, unit, "gather");
+  }
+
+  void release_slot(Unit& unit) override {
+    if (unit.slot.index >= 0) release(unit.slot.index);
+    unit.slot = Unit::Slot();
+  }
+
+  char* acquire_reduce_buffer(Unit& unit) override {
+    next_buffer_ ^= 1;
+    ReduceBuffer& buffer = reduce_buffers_[next_buffer_];
+    CollectiveScope scope("reduce_scatter", &unit.name, ++sequence_);
+    done_->wait_all(next_buffer_, buffer.generation, "reduce_scatter");
+    ++buffer.generation;
+    return static_cast<char*>(
+        buffer.memory[static_cast<size_t>(group_.getRank())].data_ptr());
+  }
+
+  void start_reduce(Unit& unit, bool used) override {
+    reducing_ = next_buffer_;
+    ready_->post(reducing_, reduce_buffers_[reducing_].generation,
+                 static_cast<uint32_t>(unit.index) | (used ? kUsed : 0));
+  }
+
+  bool finish_reduce(Unit& unit,
+                     const std::vector<Reduced>& outputs) override {
+    ReduceBuffer& buffer = reduce_buffers_[reducing_];
+    CollectiveScope scope("reduce_scatter", &unit.name, sequence_);
+    ready_->wait_all(reducing_, buffer.generation, "reduce_scatter");
+    check_same_unit(*ready_, reducing_, unit, "reduction");
+    bool used = false;
+    for (int rank = 0; rank < group_.getSize(); ++rank) {
+      used = used || (ready_->tag(reducing_, rank) & kUsed) != 0;
+    }
+    if (used) add_slices(unit, outputs);
+    done_->post(reducing_, buffer.generation);
+    return used;
+  }
+
+ private:
+  void add_slices(const Unit& unit, const std::vector<Reduced>& outputs) {
+    const ReduceBuffer& buffer = reduce_buffers_[reducing_];
+    for (const Reduced& out : outputs) {
+      const ShardLayout& layout = unit.flats[out.flat]->layout();
+      const int64_t offset =
+          unit.reduce_offset(out.flat, reduce_dtype_) +
+          layout.chunk * group_.getRank() *
+              static_cast<int64_t>(c10::elementSize(reduce_dtype_));
+      sources_.clear();
+      for (const at::Tensor& memory : buffer.memory) {
+        sources_.push_back(static_cast<const char*>(memory.const_data_ptr()) +
+                           offset);
+      }
+      sum_into(out, layout.chunk);
+    }
+  }
+
+  struct Slot {
+    at::Tensor memory;
+    uint32_t generation = 0;
+    Unit* occupant = nullptr;  // The unit of ours that is in it.
+  };
+  struct ReduceBuffer {
+    std::vector<at::Tensor> memory;  // One per rank.
+    uint32_t generation = 0;
+  };
+
+  void release(int index) {
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    slot.occupant = nullptr;
+    released_->post(index, slot.generation);
+  }
+
+  void move_out(Unit& unit) {
+    if (!logged_move_) {
+      log_info(absl::StrCat("unit '", unit.name,
+                            "' is needed beside units that share its slot and "
+                            "is copied to memory of its own"));
+      logged_move_ = true;
+    }
+    if (unit.state == UnitState::kGathering) finish_gather(unit);
+    c10::InferenceMode ordinary_tensors(false);
+    at::NoGradGuard no_grad;
+    at::Tensor memory = at::empty({unit.slot_bytes()}, at::kByte);
+    char* to = static_cast<char*>(memory.data_ptr());
+    std::memcpy(to, unit.slot.memory, static_cast<size_t>(unit.slot_bytes()));
+    if (unit.state == UnitState::kUnsharded) {
+      for (size_t i = 0; i < unit.flats.size(); ++i) {
+        unit.flats[i]->relocate(to + unit.slot_offset(i));
+      }
+    }
+    release(unit.slot.index);
+    unit.slot.index = -1;
+    unit.slot.memory = to;
+    unit.slot.private_memory = std::move(memory);
+  }
+
+  void sum_into(const Reduced& out, int64_t numel) {
+    const at::ScalarType dtype = out.shard.scalar_type();
+    if (dtype == at::kFloat || dtype == reduce_dtype_) {
+      sum_slices(out.shard.data_ptr(), dtype, sources_, reduce_dtype_, numel,
+                 static_cast<float>(out.scale), out.accumulate);
+      return;
+    }
+    at::NoGradGuard no_grad;
+    at::Tensor sum = at::empty({numel}, at::kFloat);
+    sum_slices(sum.data_ptr(), at::kFloat, sources_, reduce_dtype_, numel,
+               static_cast<float>(out.scale), /*accumulate=*/false);
+    if (out.accumulate) {
+      out.shard.add_(sum);
+    } else {
+      out.shard.copy_(sum);
+    }
+  }
+
+  void check_same_unit(const ShmSignals& signals, int signal, const Unit& unit,
+                       const char* what) const {
+    for (int rank = 0; rank < signals.num_ranks(); ++rank) {
+      const uint32_t theirs = signals.tag(signal, rank) & ~kUsed;
+      TORCH_CHECK(theirs == static_cast<uint32_t>(unit.index),
+                  "ranks take different paths through the model: at ", what,
+                  " #", sequence_, " rank ", group_.getRank(), " is at unit '",
+                  unit.name, "', rank ", rank, " at unit '",
+                  unit_names_[theirs], "'");
+    }
+  }
+
+  ShmBackend& group_;
+  const at::ScalarType reduce_dtype_;
+  std::vector<std::string> unit_names_;
+  std::vector<int> home_;  // By unit index.
+  std::vector<Slot> slots_;
+  std::unique_ptr<ShmSignals> written_;
+  std::unique_ptr<ShmSignals> released_;
+  std::unique_ptr<ShmSignals> ready_;
+  std::unique_ptr<ShmSignals> done_;
+  ReduceBuffer reduce_buffers_[2];
+  int next_buffer_ = 0;
+  int reducing_ = 0;
+  uint64_t sequence_ = 0;
+  bool logged_move_ = false;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_shared_memory_transport(
+    ShmBackend& shard_group, const std::vector<std::unique_ptr<Unit>>& units,
+    at::ScalarType reduce_dtype) {
+  return std::make_unique<SharedMemoryTransport>(shard_group, units,
+                                                 reduce_dtype);
+}
+
+}  // namespace fullshard::internal

@@ -1,0 +1,201 @@
+#include "fullshard/sharding/split_into_units.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "c10/core/GradMode.h"
+#include "fullshard/core/logging.h"
+#include "fullshard/core/status.h"
+#include "fullshard/core/storage_owner.h"
+
+namespace fullshard::internal {
+namespace {
+
+struct Claim {
+  OriginalParameter parameter;
+  Unit* unit = nullptr;
+  bool full_precision = false;
+};
+
+std::string join_path(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
+Unit* lowest_common(Unit* a, Unit* b) {
+  std::set<Unit*> above;
+  for (Unit* u = a; u != nullptr; u = u->parent) above.insert(u);
+  while (above.count(b) == 0) b = b->parent;
+  return b;
+}
+
+class Splitter {
+ public:
+  Splitter(const ProcessGroups& groups, const ShardOptions& options)
+      : groups_(groups), options_(options) {}
+
+  void visit(torch::nn::Module& module, const std::string& path, Unit* unit) {
+    types_.insert(type_name(typeid(module)));
+    if (unit == nullptr || options_.wrap_policy.matches(path, module)) {
+      unit = add_unit(path, unit);
+    }
+    const bool full_precision =
+        options_.mixed_precision.keep_full_precision &&
+        options_.mixed_precision.keep_full_precision(module);
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      if (!item.value().defined()) continue;
+      claim(item.value(), join_path(path, item.key()), unit, full_precision);
+    }
+    for (const auto& child : module.named_children()) {
+      visit(*child.value(), join_path(path, child.key()), unit);
+    }
+  }
+
+  absl::StatusOr<std::vector<std::unique_ptr<Unit>>> shard() {
+    if (!options_.wrap_policy.empty() && units_.size() == 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "wrap_policy (", options_.wrap_policy.description(),
+          ") matches no module; the model has modules of types ",
+          absl::StrJoin(types_, ", ")));
+    }
+    if (claims_.empty()) {
+      return absl::InvalidArgumentError("the module has no parameters");
+    }
+    for (const auto& unit : units_) {
+      FS_RETURN_IF_ERROR(shard_unit(*unit));
+    }
+    drop_empty_units();
+    return std::move(units_);
+  }
+
+ private:
+  using Key = std::tuple<bool, at::ScalarType, at::ScalarType>;
+
+  Unit* add_unit(const std::string& path, Unit* parent) {
+    auto unit = std::make_unique<Unit>();
+    unit->name = path.empty() ? "root" : path;
+    unit->parent = parent;
+    unit->reshard_after_forward =
+        options_.strategy == ShardingStrategy::kFullShard ||
+        options_.strategy == ShardingStrategy::kHybridShard;
+    units_.push_back(std::move(unit));
+    return units_.back().get();
+  }
+
+  void claim(const at::Tensor& tensor, std::string name, Unit* unit,
+             bool full_precision) {
+    const auto [found, inserted] = by_tensor_.emplace(
+        tensor.unsafeGetTensorImpl(), claims_.size());
+    if (inserted) {
+      claims_.push_back({{tensor, std::move(name), {}}, unit, full_precision});
+      return;
+    }
+    Claim& first = claims_[found->second];
+    if (first.parameter.name == name) return;
+    Unit* common = lowest_common(first.unit, unit);
+    if (common != first.unit) {
+      log_info(absl::StrCat("parameter '", first.parameter.name,
+                            "' is tied to '", name,
+                            "' of another unit: both move to unit '",
+                            common->name, "'"));
+      first.unit = common;
+    }
+    first.parameter.aliases.push_back(std::move(name));
+  }
+
+  absl::Status shard_unit(Unit& unit) {
+    std::map<Key, std::vector<OriginalParameter>> by_key;
+    std::vector<Key> order;  // First come, so that ranks agree.
+    for (Claim& claim : claims_) {
+      if (claim.unit != &unit) continue;
+      FS_RETURN_IF_ERROR(prepare(claim.parameter));
+      const at::Tensor& p = claim.parameter.tensor;
+      const at::ScalarType dtype = p.scalar_type();
+      const Key key{p.requires_grad(), dtype,
+                    claim.full_precision
+                        ? dtype
+                        : compute_dtype(
+                              dtype, options_.mixed_precision.param_dtype)};
+      if (by_key.count(key) == 0) order.push_back(key);
+      by_key[key].push_back(std::move(claim.parameter));
+    }
+    const bool sharded = options_.strategy != ShardingStrategy::kNoShard;
+    for (const Key& key : order) {
+      FlatParameter::Placement placement;
+      placement.shard_rank = sharded ? groups_.shard_group()->getRank() : 0;
+      placement.num_shards = sharded ? groups_.shard_group()->getSize() : 1;
+      placement.device = groups_.device();
+      placement.trainable = std::get<0>(key);
+      placement.compute_dtype = std::get<2>(key);
+      unit.flats.push_back(FlatParameter::create(
+          unit.name, std::move(by_key[key]), placement));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status prepare(OriginalParameter& parameter) {
+    at::Tensor& p = parameter.tensor;
+    if (storage_owner(p) != nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "parameter '", parameter.name, "' is sharded already"));
+    }
+    if (p.requires_grad() && !at::isFloatingType(p.scalar_type())) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "parameter '", parameter.name, "': trainable parameters must be "
+          "real floating tensors, got ", at::toString(p.scalar_type())));
+    }
+    if (p.requires_grad() && !p.is_leaf()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter '", parameter.name, "' is not a leaf"));
+    }
+    at::NoGradGuard no_grad;
+    if (p.device() != groups_.device()) p.set_data(p.to(groups_.device()));
+    if (options_.sync_module_states && groups_.world_size() > 1) {
+      at::Tensor values = p.detach().contiguous();
+      std::vector<at::Tensor> tensors = {values};
+      groups_.world()->broadcast(tensors)->wait();
+      if (!values.is_same(p)) p.detach().copy_(values);
+    }
+    return absl::OkStatus();
+  }
+
+  void drop_empty_units() {
+    for (const auto& unit : units_) {
+      while (unit->parent != nullptr && unit->parent->flats.empty()) {
+        unit->parent = unit->parent->parent;
+      }
+    }
+    units_.erase(
+        std::remove_if(units_.begin(), units_.end(),
+                       [](const auto& unit) { return unit->flats.empty(); }),
+        units_.end());
+    for (size_t i = 0; i < units_.size(); ++i) {
+      units_[i]->index = static_cast<int>(i);
+      if (units_[i]->parent != nullptr) units_[i]->parent->has_children = true;
+    }
+  }
+
+  const ProcessGroups& groups_;
+  const ShardOptions& options_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<Claim> claims_;
+  std::unordered_map<c10::TensorImpl*, size_t> by_tensor_;
+  std::set<std::string> types_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<std::unique_ptr<Unit>>> split_into_units(
+    torch::nn::Module& root, const ProcessGroups& groups,
+    const ShardOptions& options) {
+  Splitter splitter(groups, options);
+  splitter.visit(root, "", nullptr);
+  return splitter.shard();
+}
+
+}  // namespace fullshard::internal

@@ -1,0 +1,68 @@
+#ifndef FULLSHARD_SHARDING_TRANSPORT_H_
+#define FULLSHARD_SHARDING_TRANSPORT_H_
+
+#include <memory>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "fullshard/core/process_groups.h"
+#include "fullshard/sharding/unit.h"
+
+namespace fullshard::internal {
+
+// Moves a unit's bytes between the ranks of the shard group, and owns the
+// memory they are gathered into (the slot pool) and reduced from.
+//
+// The order of calls for one unit is acquire_slot, (the caller writes its own
+// slice), start_gather, finish_gather, release_slot; and
+// acquire_reduce_buffer, (the caller writes its gradients), start_reduce,
+// finish_reduce. At most one reduction is unfinished when the next is started.
+//
+// Collective: all of them, by all ranks of the shard group, in the same order.
+// Errors: c10::Error naming the unit and the ranks if a peer is late, gone or
+// at another unit.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // Gives `unit` memory of slot_bytes() and waits until nobody reads what was
+  // in it before.
+  virtual void acquire_slot(Unit& unit) = 0;
+  virtual void start_gather(Unit& unit) = 0;
+  // Returns when the slices of all ranks are in place.
+  virtual void finish_gather(Unit& unit) = 0;
+  // This rank no longer reads the unit's memory.
+  virtual void release_slot(Unit& unit) = 0;
+
+  // Returns memory of reduce_bytes(), to be filled with local gradients.
+  virtual char* acquire_reduce_buffer(Unit& unit) = 0;
+  // `used`: this rank's backward reached the unit.
+  virtual void start_reduce(Unit& unit, bool used) = 0;
+  // One of the shards that a reduction fills.
+  struct Reduced {
+    size_t flat = 0;           // Into unit.flats.
+    at::Tensor shard;          // [chunk]
+    double scale = 1;          // Multiplies the sum over ranks.
+    bool accumulate = false;   // Adds to what is there.
+  };
+  // Returns false, and leaves the shards alone, if no rank used the unit and
+  // the ranks can tell.
+  virtual bool finish_reduce(Unit& unit,
+                             const std::vector<Reduced>& outputs) = 0;
+};
+
+// Works over any c10d backend, with slots of this rank's own.
+std::unique_ptr<Transport> make_collective_transport(
+    const ProcessGroups& groups, c10::intrusive_ptr<c10d::Backend> shard_group,
+    const std::vector<std::unique_ptr<Unit>>& units,
+    at::ScalarType reduce_dtype);
+
+// Works over pages that all ranks of the host map: a gather is "write your
+// slice, tell the others", and the unsharded unit exists once per host.
+std::unique_ptr<Transport> make_shared_memory_transport(
+    ShmBackend& shard_group, const std::vector<std::unique_ptr<Unit>>& units,
+    at::ScalarType reduce_dtype);
+
+}  // namespace fullshard::internal
+
+#endif  // FULLSHARD_SHARDING_TRANSPORT_H_
