@@ -194,8 +194,9 @@ std::vector<std::string> ShardedModule::state_dict_names() const {
   return names;
 }
 
-absl::Status ShardedModule::full_state_dict(const TensorSink& sink,
-                                            bool all_ranks) const {
+absl::Status ShardedModule::full_state_dict(
+    const TensorSink& sink, bool all_ranks,
+    const std::function<absl::Status()>& finish) const {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
   const bool receives = all_ranks || groups().rank() == 0;
@@ -220,6 +221,7 @@ absl::Status ShardedModule::full_state_dict(const TensorSink& sink,
     for (const std::string& name : buffers_->names()) {
       send(name, buffers_->value(name));
     }
+    if (receives && status.ok() && finish) status = finish();
     at::Tensor failed = at::zeros(
         {1}, at::TensorOptions(groups().device()).dtype(at::kLong));
     if (!status.ok()) failed.fill_(1);

@@ -98,10 +98,14 @@ class ShardedModule {
   // the storage dtype and original shape: on rank 0, or with `all_ranks` on
   // every rank. Tensors come grouped by unit, buffers last.
   //
-  // Collective. Errors: the first one of `sink`, on every rank; the others stop
-  // at the next unit.
-  absl::Status full_state_dict(const TensorSink& sink,
-                               bool all_ranks = false) const;
+  // `finish`, if given, runs where `sink` ran, after the last tensor, if all
+  // went well.
+  //
+  // Collective: returns on every rank when all are done. Errors: the first one
+  // of `sink` or `finish`; kAborted on ranks that had none themselves.
+  absl::Status full_state_dict(
+      const TensorSink& sink, bool all_ranks = false,
+      const std::function<absl::Status()>& finish = nullptr) const;
 
   // Copies this rank's part of every parameter, and the buffers, from `source`.
   // `names`, if given, selects what to load.

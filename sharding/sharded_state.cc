@@ -188,7 +188,7 @@ void ShardedState::take_part_in(const std::vector<int>& skipped,
 
 void ShardedState::start_gather(Unit& unit) {
   if (unit.state != UnitState::kSharded) return;
-  if (prefetcher_.phase() == Prefetcher::kBackward ||
+  if (prefetcher_.phase() == Prefetcher::kBackward || in_training_forward_ ||
       at::GradMode::is_enabled()) {
     prefetcher_.record(unit.index);
   }
@@ -263,10 +263,12 @@ void ShardedState::begin_forward() {
     }
   }
   throw_misuse();
+  in_training_forward_ = at::GradMode::is_enabled();
   prefetcher_.begin(Prefetcher::kForward);
 }
 
 void ShardedState::end_forward() {
+  in_training_forward_ = false;
   // Without gradients no backward will come to reshard what is left.
   if (!at::GradMode::is_enabled()) reshard_all();
 }

@@ -102,6 +102,9 @@ class ShardedState final : public BackwardObserver,
   std::vector<Unit*> present_;  // Units that are not kSharded.
   Unit* last_touched_ = nullptr;
   bool gradient_sync_ = true;
+  // A forward scope was opened with gradients on; parts of it, as a frozen
+  // tower, may run without.
+  bool in_training_forward_ = false;
   // In the backward that is under way:
   bool sink_ran_ = false;
   bool touched_ = false;

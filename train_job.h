@@ -1,0 +1,19 @@
+#ifndef FULLSHARD_TRAIN_JOB_H_
+#define FULLSHARD_TRAIN_JOB_H_
+
+#include "absl/status/status.h"
+#include "fullshard/core/launch_env.h"
+#include "fullshard/train_config.h"
+
+namespace fullshard {
+
+// Runs one rank of the training program: connects, builds data and model,
+// trains, scores, and reports on rank 0. SIGINT and SIGTERM end training after
+// the current step, with a checkpoint.
+//
+// Collective. Errors: one line for the user.
+absl::Status run_train_job(const TrainConfig& config, const LaunchEnv& env);
+
+}  // namespace fullshard
+
+#endif  // FULLSHARD_TRAIN_JOB_H_
