@@ -41,9 +41,9 @@ int64_t count_exact(Strategy& strategy, const CaptionDataset& data,
 
 }  // namespace
 
-std::vector<std::string> caption_images(
-    Strategy& strategy, const CaptionDataset& data,
-    const std::vector<int64_t>& examples) {
+std::vector<std::string> caption_images(Strategy& strategy,
+                                        const CaptionDataset& data,
+                                        const std::vector<int64_t>& examples) {
   at::NoGradGuard no_grad;
   const auto tokens = strategy.sharded().call(
       &VisionLanguageModel::generate, data.pixels(examples),

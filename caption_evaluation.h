@@ -17,7 +17,7 @@ std::vector<std::string> caption_images(Strategy& strategy,
                                         const std::vector<int64_t>& examples);
 
 struct CaptionScore {
-  double loss = 0;  // Per token.
+  double loss = 0;        // Per token.
   int64_t num_exact = 0;  // Captions that are right as a whole.
   int64_t num_examples = 0;
 };

@@ -30,7 +30,8 @@ absl::StatusOr<ShardingStrategy> parse_sharding(const std::string& id) {
   if (name == "no-shard") return ShardingStrategy::kNoShard;
   return absl::InvalidArgumentError(absl::StrCat(
       "sharding: expected full-shard, shard-grad-op, global-full-shard or "
-      "no-shard; got '", id, "'"));
+      "no-shard; got '",
+      id, "'"));
 }
 
 absl::StatusOr<std::optional<at::ScalarType>> parse_half_dtype(
@@ -41,10 +42,10 @@ absl::StatusOr<std::optional<at::ScalarType>> parse_half_dtype(
   if (config.mixed_precision_dtype == "bf16") {
     return std::optional<at::ScalarType>(at::kBFloat16);
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "mixed_precision_dtype: expected bf16, or "
-      "enable_mixed_precision_training=false for fp32; got '",
-      config.mixed_precision_dtype, "'"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("mixed_precision_dtype: expected bf16, or "
+                   "enable_mixed_precision_training=false for fp32; got '",
+                   config.mixed_precision_dtype, "'"));
 }
 
 absl::StatusOr<LossWeighting> parse_weighting(const std::string& name) {
@@ -106,14 +107,12 @@ absl::Status Strategy::run_setup(const std::string& run_dir,
   if (config_.enable_gradient_checkpointing) {
     const ModuleList layers = model_->checkpoint_modules();
     FS_RETURN_IF_ERROR(
-        apply_activation_checkpointing(
-            *model_,
-            [&](const std::string&, torch::nn::Module& module) {
-              return std::any_of(
-                  layers.begin(), layers.end(),
-                  [&](const auto& layer) { return layer.get() == &module; });
-            })
-            .status());
+        apply_activation_checkpointing(*model_, [&](const std::string&,
+                                                    torch::nn::Module& module) {
+          return std::any_of(
+              layers.begin(), layers.end(),
+              [&](const auto& layer) { return layer.get() == &module; });
+        }).status());
   }
   FS_RETURN_IF_ERROR(guarded("run_setup", [&]() -> absl::Status {
     groups_.world()->barrier()->wait();
@@ -125,9 +124,9 @@ absl::Status Strategy::run_setup(const std::string& run_dir,
   adamw.lr = config_.learning_rate;
   adamw.weight_decay = config_.weight_decay;
   optimizer_ = std::make_unique<ShardedAdamW>(*sharded_, adamw);
-  FS_ASSIGN_OR_RETURN(schedule_,
-                      LrSchedule::create(config_.lr_scheduler_type,
-                                         total_steps_, config_.warmup_ratio));
+  FS_ASSIGN_OR_RETURN(
+      schedule_, LrSchedule::create(config_.lr_scheduler_type, total_steps_,
+                                    config_.warmup_ratio));
   if (groups_.rank() == 0) log_info(setup_summary());
   return absl::OkStatus();
 }
@@ -144,8 +143,9 @@ absl::Status Strategy::check_batch_sizes() {
     const int64_t below = global / unit * unit;
     return absl::InvalidArgumentError(absl::StrCat(
         "global_batch_size: expected a multiple of per_device_batch_size x "
-        "ranks = ", config_.per_device_batch_size, " x ",
-        groups_.world_size(), " = ", unit, ", got ", global, "; the nearest ",
+        "ranks = ",
+        config_.per_device_batch_size, " x ", groups_.world_size(), " = ", unit,
+        ", got ", global, "; the nearest ",
         below > 0 ? absl::StrCat("are ", below, " and ", below + unit)
                   : absl::StrCat("is ", unit)));
   }
@@ -205,21 +205,20 @@ std::string Strategy::setup_summary() const {
     }
   }
   const int64_t global = config_.global_batch_size;
-  const int64_t rounded =
-      (n_train_examples_ + global - 1) / global * global;
+  const int64_t rounded = (n_train_examples_ + global - 1) / global * global;
   const std::vector<std::pair<std::string, std::string>> rows = {
       {"stage", config_.stage},
-      {"sharding", absl::StrCat(config_.sharding, ", ",
-                                sharded_->units().size(), " units, ",
-                                groups_.world_size(), " ranks, ",
-                                groups_.backend())},
+      {"sharding",
+       absl::StrCat(config_.sharding, ", ", sharded_->units().size(),
+                    " units, ", groups_.world_size(), " ranks, ",
+                    groups_.backend())},
       {"parameters", absl::StrFormat("%.3f M, %.3f M trainable",
                                      static_cast<double>(numel) / 1e6,
                                      static_cast<double>(trainable) / 1e6)},
-      {"batch size", absl::StrCat(global, " = ", config_.per_device_batch_size,
-                                  " per rank x ", groups_.world_size(),
-                                  " ranks x ", grad_accumulation_steps_,
-                                  " accumulation")},
+      {"batch size",
+       absl::StrCat(global, " = ", config_.per_device_batch_size,
+                    " per rank x ", groups_.world_size(), " ranks x ",
+                    grad_accumulation_steps_, " accumulation")},
       {"precision",
        config_.enable_mixed_precision_training
            ? absl::StrCat(config_.mixed_precision_dtype, ", reduced in ",
@@ -240,13 +239,13 @@ std::string Strategy::setup_summary() const {
       {"loss weighting", config_.loss_weighting},
       {"dataset", absl::StrCat(n_train_examples_, " examples (", rounded,
                                " in whole batches)")},
-      {"steps", absl::StrCat(total_steps_,
-                             config_.max_steps.has_value()
-                                 ? " (max_steps)"
-                                 : absl::StrCat(" (", config_.epochs,
-                                                " epochs)"))},
-      {"memory per rank", absl::StrCat(mebibytes(sharded + largest + second),
-                                       " and activations")},
+      {"steps",
+       absl::StrCat(total_steps_,
+                    config_.max_steps.has_value()
+                        ? " (max_steps)"
+                        : absl::StrCat(" (", config_.epochs, " epochs)"))},
+      {"memory per rank",
+       absl::StrCat(mebibytes(sharded + largest + second), " and activations")},
       {"run directory", run_dir_.empty() ? "none" : run_dir_},
   };
   std::string table = "Training setup";
@@ -258,9 +257,10 @@ std::string Strategy::setup_summary() const {
 
 // --- training
 
-std::vector<VlmBatch> Strategy::micro_batches(
-    const TrainingData& data, const std::vector<int64_t>& order, int64_t begin,
-    int64_t epoch) const {
+std::vector<VlmBatch> Strategy::micro_batches(const TrainingData& data,
+                                              const std::vector<int64_t>& order,
+                                              int64_t begin,
+                                              int64_t epoch) const {
   const int64_t per_step =
       config_.per_device_batch_size * grad_accumulation_steps_;
   const int64_t end =
@@ -270,8 +270,7 @@ std::vector<VlmBatch> Strategy::micro_batches(
     const int64_t stop =
         std::min<int64_t>(at + config_.per_device_batch_size, end);
     batches.push_back(data.collate(
-        std::vector<int64_t>(order.begin() + at, order.begin() + stop),
-        epoch));
+        std::vector<int64_t>(order.begin() + at, order.begin() + stop), epoch));
   }
   return batches;
 }
@@ -290,18 +289,17 @@ absl::StatusOr<TrainingSummary> Strategy::run_training(
   metrics.total_steps = total_steps_;
   auto save = [&]() -> absl::Status {
     if (run_dir_.empty()) return absl::OkStatus();
-    FS_ASSIGN_OR_RETURN(
-        summary.checkpoint,
-        save_checkpoint(run_dir_, summary.global_step, summary.epoch,
-                        summary.last_loss));
+    FS_ASSIGN_OR_RETURN(summary.checkpoint,
+                        save_checkpoint(run_dir_, summary.global_step,
+                                        summary.epoch, summary.last_loss));
     return absl::OkStatus();
   };
   bool saved = false;
   while (summary.global_step < total_steps_ && !summary.interrupted) {
     const std::vector<int64_t> order = sampler.indices(summary.epoch);
-    for (int64_t at = 0; at < static_cast<int64_t>(order.size()) &&
-                         summary.global_step < total_steps_ &&
-                         !summary.interrupted;
+    for (int64_t at = 0;
+         at < static_cast<int64_t>(order.size()) &&
+         summary.global_step < total_steps_ && !summary.interrupted;
          at += per_step) {
       const auto start = std::chrono::steady_clock::now();
       absl::Status status = guarded("training", [&]() -> absl::Status {
@@ -330,14 +328,13 @@ absl::StatusOr<TrainingSummary> Strategy::run_training(
     ++summary.epoch;
   }
   if (!saved) FS_RETURN_IF_ERROR(save());
-  summary.reason =
-      summary.interrupted
-          ? absl::StrCat("interrupted at step ", summary.global_step, " of ",
-                         total_steps_)
-      : config_.max_steps.has_value()
-          ? absl::StrCat("reached max_steps = ", total_steps_)
-          : absl::StrCat("finished ", config_.epochs, " epochs, ",
-                         total_steps_, " steps");
+  summary.reason = summary.interrupted
+                       ? absl::StrCat("interrupted at step ",
+                                      summary.global_step, " of ", total_steps_)
+                   : config_.max_steps.has_value()
+                       ? absl::StrCat("reached max_steps = ", total_steps_)
+                       : absl::StrCat("finished ", config_.epochs, " epochs, ",
+                                      total_steps_, " steps");
   return summary;
 }
 
@@ -373,8 +370,10 @@ absl::StatusOr<std::string> Strategy::save_checkpoint(
   if (groups_.rank() == 0) {
     const absl::Status linked = update_latest(path);
     if (!linked.ok()) {
-      log_warning(absl::StrCat(path, " is saved, but latest-checkpoint.pt "
-                               "does not point at it: ", linked.message()));
+      log_warning(absl::StrCat(path,
+                               " is saved, but latest-checkpoint.pt "
+                               "does not point at it: ",
+                               linked.message()));
     }
   }
   return path;
@@ -414,9 +413,9 @@ absl::Status Strategy::load_checkpoint(const std::string& path) {
   std::vector<std::string> modules = reader->module_keys();
   for (const std::string& key : modules) {
     if (std::find(known.begin(), known.end(), key) == known.end()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          file, ": the model has no module '", key, "'; it has ",
-          absl::StrJoin(known, ", ")));
+      return absl::InvalidArgumentError(
+          absl::StrCat(file, ": the model has no module '", key, "'; it has ",
+                       absl::StrJoin(known, ", ")));
     }
   }
   if (modules.empty()) modules = known;  // A flat dict names everything.
@@ -438,8 +437,8 @@ absl::Status Strategy::load_checkpoint(const std::string& path) {
           selected),
       file));
   if (groups_.rank() == 0) {
-    log_info(absl::StrCat("loaded ", absl::StrJoin(modules, ", "), " from ",
-                          file));
+    log_info(
+        absl::StrCat("loaded ", absl::StrJoin(modules, ", "), " from ", file));
   }
   return absl::OkStatus();
 }

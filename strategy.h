@@ -114,9 +114,11 @@ class Strategy {
   //
   // Errors: kFailedPrecondition before run_setup; those of the file. The
   // previous checkpoint stays intact.
-  absl::StatusOr<std::string> save_checkpoint(
-      const std::string& run_dir, int64_t global_step, int64_t epoch,
-      std::optional<double> train_loss, bool only_trainable = true);
+  absl::StatusOr<std::string> save_checkpoint(const std::string& run_dir,
+                                              int64_t global_step,
+                                              int64_t epoch,
+                                              std::optional<double> train_loss,
+                                              bool only_trainable = true);
 
   // Loads the modules that the file holds: a subset of the model's is enough.
   //

@@ -48,9 +48,10 @@ int main(int argc, char** argv) {
   if (!env.ok()) return fail(env.status());
   if (config->run_id.empty()) {
     // Under torchrun the ranks must agree: one second is too fine for them.
-    config->run_id = absl::StrCat(
-        config->data, "+", config->strategy.stage,
-        absl::FormatTime("+%Y-%m-%d-%H-%M", absl::Now(), absl::LocalTimeZone()));
+    config->run_id =
+        absl::StrCat(config->data, "+", config->strategy.stage,
+                     absl::FormatTime("+%Y-%m-%d-%H-%M", absl::Now(),
+                                      absl::LocalTimeZone()));
   }
   if (std::getenv("RANK") != nullptr) return run_rank(*config, *env);
   fullshard::LauncherOptions options;

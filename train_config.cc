@@ -24,8 +24,9 @@ template <class Config, class F>
 void for_each_field(Config& config, F f) {
   auto& s = config.strategy;
   f("data", config.data, "what to train on: fashion-captions");
-  f("stage", s.stage, "which modules train: align, finetune, full-finetune, "
-                      "last-layer-finetune");
+  f("stage", s.stage,
+    "which modules train: align, finetune, full-finetune, "
+    "last-layer-finetune");
   f("sharding", s.sharding,
     "full-shard, shard-grad-op, global-full-shard or no-shard");
   f("nproc", config.nproc, "ranks to start on this host");
@@ -116,21 +117,20 @@ absl::Status set_field(TrainConfig& config, const std::string& key,
   bool found = false;
   const char* expected = nullptr;
   std::string nearest;
-  for_each_field(config, [&](const std::string& name, auto& field,
-                             const char*) {
-    if (name == key) {
-      found = true;
-      expected = take(value, field);
-    }
-    if (nearest.empty() ||
-        edit_distance(name, key) < edit_distance(nearest, key)) {
-      nearest = name;
-    }
-  });
+  for_each_field(config,
+                 [&](const std::string& name, auto& field, const char*) {
+                   if (name == key) {
+                     found = true;
+                     expected = take(value, field);
+                   }
+                   if (nearest.empty() ||
+                       edit_distance(name, key) < edit_distance(nearest, key)) {
+                     nearest = name;
+                   }
+                 });
   if (!found) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ": unknown key '", key, "'; the nearest is '",
-                     nearest, "'"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ": unknown key '", key, "'; the nearest is '", nearest, "'"));
   }
   if (expected != nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -162,9 +162,9 @@ absl::Status read_file(TrainConfig& config, const std::string& path) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": ", key, ": expected one value"));
     }
-    FS_RETURN_IF_ERROR(set_field(
-        config, key, item.second.IsNull() ? "none" : item.second.Scalar(),
-        where));
+    FS_RETURN_IF_ERROR(
+        set_field(config, key,
+                  item.second.IsNull() ? "none" : item.second.Scalar(), where));
   }
   return absl::OkStatus();
 }
@@ -228,9 +228,8 @@ absl::StatusOr<TrainConfig> parse_train_config(
           "command line: expected --key=value, got '", argument, "'"));
     }
     const size_t equals = argument.find('=');
-    const std::string key =
-        argument.substr(2, equals == std::string::npos ? std::string::npos
-                                                       : equals - 2);
+    const std::string key = argument.substr(
+        2, equals == std::string::npos ? std::string::npos : equals - 2);
     FS_RETURN_IF_ERROR(set_field(
         config, key,
         equals == std::string::npos ? "true" : argument.substr(equals + 1),
@@ -245,11 +244,11 @@ std::string train_config_help() {
       "Trains a vision-language model, sharded over several processes.\n\n"
       "  bazel run //:train -- [--config=FILE] [--key=value ...]\n\n";
   TrainConfig defaults;
-  for_each_field(defaults, [&](const char* name, auto& field,
-                               const char* help) {
-    absl::StrAppendFormat(&text, "  --%-34s %s\n",
-                          absl::StrCat(name, "=", show(field)), help);
-  });
+  for_each_field(
+      defaults, [&](const char* name, auto& field, const char* help) {
+        absl::StrAppendFormat(&text, "  --%-34s %s\n",
+                              absl::StrCat(name, "=", show(field)), help);
+      });
   return text;
 }
 

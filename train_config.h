@@ -22,8 +22,8 @@ struct TrainConfig {
   std::string backend;                // See ProcessGroupsOptions.
   std::string pretrained_checkpoint;  // Modules to start from.
   std::string run_root_dir = "runs";
-  std::string run_id;                 // Default: made from stage and time.
-  int64_t show_images = 8;            // Held-out images drawn; 0: none.
+  std::string run_id;       // Default: made from stage and time.
+  int64_t show_images = 8;  // Held-out images drawn; 0: none.
 };
 
 // Reads command line arguments: --config=FILE and --key=value, the later one

@@ -38,8 +38,7 @@ absl::Status write_file(const std::filesystem::path& path,
   file << text;
   file.close();
   if (!file) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot write ", path.string()));
+    return absl::UnavailableError(absl::StrCat("cannot write ", path.string()));
   }
   return absl::OkStatus();
 }
@@ -52,9 +51,9 @@ absl::StatusOr<std::string> make_run_dir(const TrainConfig& config,
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) {
-    return absl::UnavailableError(absl::StrCat(
-        "run_root_dir: cannot create ", folder.string(), ": ",
-        error.message()));
+    return absl::UnavailableError(absl::StrCat("run_root_dir: cannot create ",
+                                               folder.string(), ": ",
+                                               error.message()));
   }
   FS_RETURN_IF_ERROR(write_file(folder / "config.yaml", to_yaml(config)));
   FS_RETURN_IF_ERROR(write_file(folder / "config.json", to_json(config)));
@@ -97,8 +96,8 @@ class Reporter {
             step.step, step.total_steps, metrics_->smoothed_loss(),
             step.result.gradient_norm, step.result.learning_rate,
             static_cast<double>(step.result.num_examples) / seconds,
-            format_duration(
-                seconds * static_cast<double>(step.total_steps - step.step))),
+            format_duration(seconds *
+                            static_cast<double>(step.total_steps - step.step))),
         last);
     return absl::OkStatus();
   }
@@ -114,12 +113,12 @@ void draw(const CaptionDataset& data, const std::vector<int64_t>& examples,
   std::vector<CaptionedImage> images;
   for (size_t i = 0; i < examples.size(); ++i) {
     const bool right = after[i] == data.caption(examples[i]);
-    images.push_back({data.image(examples[i]),
-                      {absl::StrCat("before: ", before[i]),
-                       absl::StrCat("after:  ", after[i]),
-                       right ? "right"
-                             : absl::StrCat("wrong, it is ",
-                                            data.caption(examples[i]))}});
+    images.push_back(
+        {data.image(examples[i]),
+         {absl::StrCat("before: ", before[i]),
+          absl::StrCat("after:  ", after[i]),
+          right ? "right"
+                : absl::StrCat("wrong, it is ", data.caption(examples[i]))}});
   }
   std::printf("%s", draw_images(images).c_str());
 }
@@ -140,8 +139,8 @@ class Job {
       return absl::OkStatus();
     }));
     if (run_dir.empty()) {
-      run_dir = absl::StrCat(user_path(config_.run_root_dir), "/",
-                             config_.run_id);
+      run_dir =
+          absl::StrCat(user_path(config_.run_root_dir), "/", config_.run_id);
     }
     Strategy strategy(std::move(model), groups_, config_.strategy);
     FS_RETURN_IF_ERROR(
@@ -157,8 +156,8 @@ class Job {
     const CaptionScore score = score_captions(strategy, data_.held_out);
     if (groups_.rank() == 0) {
       if (config_.show_images > 0) draw(data_.held_out, shown, before, after);
-      std::printf("%s; held-out loss %.4f per token\n",
-                  summary.reason.c_str(), score.loss);
+      std::printf("%s; held-out loss %.4f per token\n", summary.reason.c_str(),
+                  score.loss);
       std::printf("held-out exact captions: %.1f %% (%d of %d); files in %s\n",
                   100.0 * static_cast<double>(score.num_exact) /
                       static_cast<double>(score.num_examples),
@@ -172,8 +171,7 @@ class Job {
   // Runs `f` on rank 0; its failure ends the job on every rank.
   template <class F>
   absl::Status on_rank_0(F f) {
-    const absl::Status status =
-        groups_.rank() == 0 ? f() : absl::OkStatus();
+    const absl::Status status = groups_.rank() == 0 ? f() : absl::OkStatus();
     at::Tensor failed =
         at::full({1}, status.ok() ? 0 : 1,
                  at::TensorOptions(groups_.device()).dtype(at::kLong));
@@ -188,9 +186,9 @@ class Job {
   }
 
   std::vector<int64_t> shown_examples() const {
-    std::vector<int64_t> examples(static_cast<size_t>(std::min<int64_t>(
-        std::max<int64_t>(1, config_.show_images),
-        data_.held_out.num_examples())));
+    std::vector<int64_t> examples(static_cast<size_t>(
+        std::min<int64_t>(std::max<int64_t>(1, config_.show_images),
+                          data_.held_out.num_examples())));
     std::iota(examples.begin(), examples.end(), 0);
     return examples;
   }
@@ -228,8 +226,8 @@ absl::Status run_train_job(const TrainConfig& config, const LaunchEnv& env) {
   StrategyConfig& settings = resolved.strategy;
   if (settings.per_device_batch_size == 0) {
     // No accumulation; run_setup explains it if the ranks do not divide it.
-    settings.per_device_batch_size = std::max<int64_t>(
-        1, settings.global_batch_size / env.world_size);
+    settings.per_device_batch_size =
+        std::max<int64_t>(1, settings.global_batch_size / env.world_size);
   }
   ProcessGroupsOptions options;
   options.backend = config.backend;

@@ -118,8 +118,7 @@ StepResult training_step(Model& model, ShardedAdamW& optimizer,
   optimizer.step();
   optimizer.zero_grad();
 
-  result.loss =
-      sum_over_ranks(groups, {local_loss})[0] / groups.world_size();
+  result.loss = sum_over_ranks(groups, {local_loss})[0] / groups.world_size();
   result.num_examples = counts.num_examples;
   result.num_targets = counts.num_targets;
   result.stop = counts.stop;

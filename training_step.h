@@ -48,8 +48,7 @@ struct StepResult {
 StepResult training_step(FullyShardedModule<VisionLanguageModel>& model,
                          ShardedAdamW& optimizer, const LrSchedule& schedule,
                          const TrainingStepOptions& options, int64_t step,
-                         const std::vector<VlmBatch>& micro_batches,
-                         bool stop);
+                         const std::vector<VlmBatch>& micro_batches, bool stop);
 
 // Returns the loss per target over the batches of all ranks, without gradients.
 // Collective; every rank calls it with equally many batches.

@@ -54,8 +54,8 @@ auto checkpoint_with(const CheckpointOptions& options, Fn fn,
   auto rerun = [shared_fn, kept](std::vector<at::Tensor> values) {
     auto again = kept;
     size_t i = 0;
-    for_each_tensor(again,
-                    [&](at::Tensor& tensor) { tensor = std::move(values[i++]); });
+    for_each_tensor(
+        again, [&](at::Tensor& tensor) { tensor = std::move(values[i++]); });
     std::apply(*shared_fn, std::move(again));
   };
   const std::shared_ptr<internal::Frame> frame = internal::Frame::open(

@@ -20,10 +20,10 @@ absl::StatusOr<int> apply_activation_checkpointing(
     auto* found = dynamic_cast<CheckpointSwitch*>(&module);
     if (found == nullptr) {
       status = absl::InvalidArgumentError(absl::StrCat(
-          "module '", name, "' of type ",
-          c10::demangle(typeid(module).name()),
+          "module '", name, "' of type ", c10::demangle(typeid(module).name()),
           " is selected for activation checkpointing but is not "
-          "Checkpointable; derive it from Checkpointable or call checkpoint()"));
+          "Checkpointable; derive it from Checkpointable or call "
+          "checkpoint()"));
       return;
     }
     switches.push_back(found);

@@ -30,9 +30,9 @@ absl::StatusOr<CaptionDataset> CaptionDataset::create(
     std::shared_ptr<const CharTokenizer> tokenizer) {
   if (images.dim() != 3 ||
       images.size(0) != static_cast<int64_t>(captions.size())) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "caption data: expected images [", captions.size(),
-        ", height, width], got ", c10::str(images.sizes())));
+    return absl::InvalidArgumentError(
+        absl::StrCat("caption data: expected images [", captions.size(),
+                     ", height, width], got ", c10::str(images.sizes())));
   }
   CaptionDataset dataset;
   for (const std::string& caption : captions) {

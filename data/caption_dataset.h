@@ -17,8 +17,8 @@ namespace fullshard {
 class CaptionDataset {
  public:
   struct Augmentation {
-    bool flip = false;   // Mirror every second image.
-    int64_t shift = 0;   // Move by up to this many pixels, each way.
+    bool flip = false;  // Mirror every second image.
+    int64_t shift = 0;  // Move by up to this many pixels, each way.
     uint64_t seed = 0;
   };
 

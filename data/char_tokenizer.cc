@@ -21,9 +21,9 @@ absl::StatusOr<std::vector<int64_t>> CharTokenizer::encode(
   for (char c : text) {
     const size_t at = alphabet_.find(c);
     if (at == std::string::npos) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "caption '", text, "': the tokenizer has no character '",
-          std::string(1, c), "'"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("caption '", text, "': the tokenizer has no character '",
+                       std::string(1, c), "'"));
     }
     ids.push_back(kNumSpecial + static_cast<int64_t>(at));
   }

@@ -36,8 +36,8 @@ absl::string_view bytes(const char* begin, const char* end) {
 }
 
 absl::StatusOr<CaptionDataset> make_split(
-    const std::string& name, absl::string_view images,
-    absl::string_view labels, std::shared_ptr<const CharTokenizer> tokenizer) {
+    const std::string& name, absl::string_view images, absl::string_view labels,
+    std::shared_ptr<const CharTokenizer> tokenizer) {
   FS_ASSIGN_OR_RETURN(at::Tensor pixels,
                       read_idx_gz(images, absl::StrCat(name, " images")));
   FS_ASSIGN_OR_RETURN(const at::Tensor classes,
@@ -61,12 +61,11 @@ absl::StatusOr<FashionCaptions> load_fashion_captions() {
   auto tokenizer = std::make_shared<const CharTokenizer>(class_names());
   FS_ASSIGN_OR_RETURN(
       CaptionDataset training,
-      make_split("training",
-                 bytes(_binary_train_images_gz_start,
-                       _binary_train_images_gz_end),
-                 bytes(_binary_train_labels_gz_start,
-                       _binary_train_labels_gz_end),
-                 tokenizer));
+      make_split(
+          "training",
+          bytes(_binary_train_images_gz_start, _binary_train_images_gz_end),
+          bytes(_binary_train_labels_gz_start, _binary_train_labels_gz_end),
+          tokenizer));
   FS_ASSIGN_OR_RETURN(
       CaptionDataset held_out,
       make_split(

@@ -25,8 +25,7 @@ absl::StatusOr<std::string> gunzip(absl::string_view gzipped,
   if (inflateInit2(&stream, 16 + MAX_WBITS) != Z_OK) {
     return data_loss(name, "zlib does not start");
   }
-  stream.next_in =
-      reinterpret_cast<Bytef*>(const_cast<char*>(gzipped.data()));
+  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(gzipped.data()));
   stream.avail_in = static_cast<uInt>(gzipped.size());
   std::string out;
   std::vector<char> buffer(1 << 16);
@@ -73,9 +72,9 @@ absl::StatusOr<at::Tensor> read_idx_gz(absl::string_view gzipped,
     if (numel > kMaxBytes) return data_loss(name, "larger than a gigabyte");
   }
   if (file.size() - header != numel) {
-    return data_loss(name, absl::StrCat("expected ", numel,
-                                        " bytes of data, got ",
-                                        file.size() - header));
+    return data_loss(name,
+                     absl::StrCat("expected ", numel, " bytes of data, got ",
+                                  file.size() - header));
   }
   at::Tensor values = at::empty(sizes, at::kByte);
   std::memcpy(values.data_ptr(), file.data() + header, numel);

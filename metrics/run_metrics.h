@@ -21,7 +21,7 @@ struct StepRecord {
   double gradient_norm = 0;  // Before clipping.
   double seconds = 0;
   int64_t num_examples = 0;
-  int64_t num_tokens = 0;    // That the loss counted.
+  int64_t num_tokens = 0;  // That the loss counted.
 };
 
 // The files of a run's numbers: <run_id>.jsonl with one object per optimizer

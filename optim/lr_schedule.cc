@@ -57,8 +57,7 @@ double LrSchedule::factor(int64_t step) const {
   const int64_t decayed = std::min(step, total_steps_) - warmup_steps_;
   const double progress =
       static_cast<double>(decayed) /
-      static_cast<double>(
-          std::max<int64_t>(1, total_steps_ - warmup_steps_));
+      static_cast<double>(std::max<int64_t>(1, total_steps_ - warmup_steps_));
   return std::max(0.0, (1 + std::cos(kPi * progress)) / 2);
 }
 

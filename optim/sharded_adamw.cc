@@ -38,8 +38,8 @@ void ShardedAdamW::add_flat(size_t unit, size_t flat_index) {
   FlatState state;
   state.unit = unit;
   state.flat = flat_index;
-  state.step = at::zeros({}, at::TensorOptions(master.device())
-                                 .dtype(at::kFloat));
+  state.step =
+      at::zeros({}, at::TensorOptions(master.device()).dtype(at::kFloat));
   // Where the parameters of this rank begin, with their decay. Padding belongs
   // to the parameter before it; its gradient is zero.
   std::vector<std::pair<int64_t, bool>> starts;
@@ -89,6 +89,9 @@ void ShardedAdamW::step() {
   for (const auto& [dtype, flats] : by_dtype) {
     update(flats, /*decays=*/true, grad_scale);
     update(flats, /*decays=*/false, grad_scale);
+    for (const FlatState* updated : flats) {
+      state_->units()[updated->unit]->flats[updated->flat]->note_update();
+    }
   }
   state_->reshard_all();
 }

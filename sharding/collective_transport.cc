@@ -109,8 +109,7 @@ class CollectiveTransport final : public Transport {
     }
   }
 
-  bool finish_reduce(Unit& unit,
-                     const std::vector<Reduced>& outputs) override {
+  bool finish_reduce(Unit& unit, const std::vector<Reduced>& outputs) override {
     if (!used_) return false;
     at::NoGradGuard no_grad;
     CollectiveScope scope("reduce_scatter", &unit.name, sequence_);
@@ -157,8 +156,7 @@ class CollectiveTransport final : public Transport {
   at::Tensor allocate(int64_t num_bytes) const {
     c10::InferenceMode ordinary_tensors(false);
     at::NoGradGuard no_grad;
-    return at::empty({num_bytes},
-                     at::TensorOptions(device_).dtype(at::kByte));
+    return at::empty({num_bytes}, at::TensorOptions(device_).dtype(at::kByte));
   }
   at::Tensor allocate_elements(int64_t numel) const {
     c10::InferenceMode ordinary_tensors(false);
@@ -182,8 +180,8 @@ class CollectiveTransport final : public Transport {
       piece.full = bytes_at(unit.slot.memory + unit.slot_offset(i),
                             flat.padded_bytes(), device_);
       const int64_t chunk_bytes = flat.padded_bytes() / num_ranks_;
-      piece.own = piece.full.narrow(0, group_->getRank() * chunk_bytes,
-                                    chunk_bytes);
+      piece.own =
+          piece.full.narrow(0, group_->getRank() * chunk_bytes, chunk_bytes);
       gather.pieces.push_back(std::move(piece));
     }
   }

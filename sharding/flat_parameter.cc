@@ -40,7 +40,8 @@ at::Tensor in_memory_order(const at::Tensor& tensor) {
 std::vector<int64_t> contiguous_strides(at::IntArrayRef sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) {
+  for (size_t i = sizes.size(); i-- > 0;
+       stride *= std::max<int64_t>(sizes[i], 1)) {
     strides[i] = stride;
   }
   return strides;
@@ -109,10 +110,11 @@ void FlatParameter::take_parameters() {
 void FlatParameter::replace_parameter(size_t index) {
   at::Tensor& p = parameters_[index].tensor;
   load(index, p.detach());
-  at::Tensor view = at::empty({0}, at::TensorOptions(placement_.device)
-                                       .dtype(placement_.compute_dtype));
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(
-      p.sizes(), strides_[index], layout_.offsets[index]);
+  at::Tensor view = at::empty(
+      {0},
+      at::TensorOptions(placement_.device).dtype(placement_.compute_dtype));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(p.sizes(), strides_[index],
+                                                    layout_.offsets[index]);
   view.unsafeGetTensorImpl()->set_storage_keep_dtype(sharded_);
   p.set_requires_grad(false);
   p.set_data(view);
@@ -164,9 +166,9 @@ void FlatParameter::write_own_slice(char* gathered) const {
     return;
   }
   at::NoGradGuard no_grad;
-  at::from_blob(own, {layout_.chunk},
-                at::TensorOptions(placement_.device)
-                    .dtype(placement_.compute_dtype))
+  at::from_blob(
+      own, {layout_.chunk},
+      at::TensorOptions(placement_.device).dtype(placement_.compute_dtype))
       .copy_(master_);
 }
 
@@ -202,10 +204,10 @@ void FlatParameter::page_out() {
     set_touch_key(p, true);
   }
   if (views) {
-    make_throwing(slot_, absl::StrCat("a view of a parameter of unit '",
-                                      unit_name_,
-                                      "' is used after the unit was "
-                                      "resharded; clone what must outlive it"));
+    make_throwing(slot_,
+                  absl::StrCat("a view of a parameter of unit '", unit_name_,
+                               "' is used after the unit was "
+                               "resharded; clone what must outlive it"));
     slot_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
                                placement_.device);
   } else {
@@ -332,8 +334,7 @@ void FlatParameter::set_has_gradient(bool value) {
 
 void FlatParameter::set_local_gradients() {
   for (LocalParameter& local : local_parameters_) {
-    local.tensor.mutable_grad() =
-        has_gradient_ ? local.gradient : at::Tensor();
+    local.tensor.mutable_grad() = has_gradient_ ? local.gradient : at::Tensor();
   }
 }
 
@@ -352,8 +353,10 @@ FlatParameter::local_parameters() {
       local.tensor =
           master_.narrow(0, range.shard_offset, range.numel).detach();
       local.tensor.set_requires_grad(true);
-      local.gradient =
-          gradient_shard().narrow(0, range.shard_offset, range.numel);
+      // Not a view for autograd: zero_grad() of torch::optim detaches it.
+      local.gradient = gradient_shard()
+                           .narrow(0, range.shard_offset, range.numel)
+                           .tensor_data();
       local_parameters_.push_back(std::move(local));
     }
     set_local_gradients();
@@ -370,6 +373,10 @@ void FlatParameter::touch() {
   TORCH_CHECK(on_touch, "unit '", unit_name_,
               "' is gone: its FullyShardedModule was destroyed");
   on_touch();
+}
+
+void FlatParameter::note_update() {
+  master_.unsafeGetTensorImpl()->bump_version();
 }
 
 uint64_t FlatParameter::generation() const {

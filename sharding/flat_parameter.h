@@ -90,9 +90,9 @@ class FlatParameter final : public StorageOwner {
 
   // --- local views, for optimizers of torch::optim
   struct LocalParameter {
-    size_t index = 0;    // Into parameters().
-    at::Tensor tensor;   // 1-D leaf over this rank's elements.
-    at::Tensor gradient; // The same elements of the gradient shard.
+    size_t index = 0;     // Into parameters().
+    at::Tensor tensor;    // 1-D leaf over this rank's elements.
+    at::Tensor gradient;  // The same elements of the gradient shard.
   };
   // One per parameter of which this rank owns elements; created on first use,
   // then the same tensors forever.
@@ -107,6 +107,9 @@ class FlatParameter final : public StorageOwner {
   // [chunk], in the storage dtype. Writing to it in place is how optimizers
   // and loads change the model; its version counter is the generation.
   const at::Tensor& master_shard() const { return master_; }
+  // Call after an operator that writes without raising the version counter, as
+  // LibTorch's fused optimizers do.
+  void note_update();
   at::ScalarType storage_dtype() const { return master_.scalar_type(); }
   int64_t padded_bytes() const;
   // Returns parameter `index` as a view of `flat`, a tensor of padded()

@@ -222,8 +222,8 @@ absl::Status ShardedModule::full_state_dict(
       send(name, buffers_->value(name));
     }
     if (receives && status.ok() && finish) status = finish();
-    at::Tensor failed = at::zeros(
-        {1}, at::TensorOptions(groups().device()).dtype(at::kLong));
+    at::Tensor failed =
+        at::zeros({1}, at::TensorOptions(groups().device()).dtype(at::kLong));
     if (!status.ok()) failed.fill_(1);
     if (groups().world_size() > 1) {
       std::vector<at::Tensor> tensors = {failed};
@@ -255,10 +255,10 @@ absl::Status ShardedModule::load_full_state_dict(
         if (names && !names(original.name)) continue;
         FS_ASSIGN_OR_RETURN(const at::Tensor full, source(original.name));
         if (full.sizes() != original.tensor.sizes()) {
-          return absl::InvalidArgumentError(absl::StrCat(
-              "parameter '", original.name, "': expected shape ",
-              c10::str(original.tensor.sizes()), ", got ",
-              c10::str(full.sizes())));
+          return absl::InvalidArgumentError(
+              absl::StrCat("parameter '", original.name, "': expected shape ",
+                           c10::str(original.tensor.sizes()), ", got ",
+                           c10::str(full.sizes())));
         }
         flat->load(i, full);
       }

@@ -4,8 +4,8 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,8 +30,8 @@ using TensorSource =
 
 // This rank's elements of one parameter, in memory order.
 struct LocalParameter {
-  std::string name;        // As in the original module.
-  at::Tensor tensor;       // 1-D leaf; its .grad is the gradient shard.
+  std::string name;   // As in the original module.
+  at::Tensor tensor;  // 1-D leaf; its .grad is the gradient shard.
   std::vector<int64_t> original_sizes;
 };
 
@@ -39,12 +39,12 @@ struct LocalParameter {
 struct UnitInfo {
   std::string name;
   std::vector<std::string> parameters;
-  int64_t numel = 0;            // Of the original parameters.
+  int64_t numel = 0;  // Of the original parameters.
   int64_t padding_numel = 0;
   int64_t unsharded_bytes = 0;  // In the compute dtype.
   int64_t sharded_bytes = 0;    // This rank's master shards.
   bool trainable = false;
-  bool unsharded = false;       // Now.
+  bool unsharded = false;  // Now.
 };
 
 // A module whose parameters are split over the ranks, without its type. A cheap

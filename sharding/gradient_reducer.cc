@@ -17,8 +17,8 @@ GradientReducer::GradientReducer(
     c10::intrusive_ptr<c10d::Backend> replicate_group,
     at::ScalarType reduce_dtype)
     : transport_(transport),
-      scale_(1.0 / (num_shards *
-                    (replicate_group ? replicate_group->getSize() : 1))),
+      scale_(1.0 /
+             (num_shards * (replicate_group ? replicate_group->getSize() : 1))),
       replicate_group_(std::move(replicate_group)),
       reduce_dtype_(reduce_dtype) {}
 
@@ -49,10 +49,9 @@ void GradientReducer::keep(Unit& unit,
   at::NoGradGuard no_grad;
   const bool first = !unit.unreduced_gradients.defined();
   if (first) {
-    unit.unreduced_gradients =
-        at::empty({unit.reduce_bytes(reduce_dtype_)},
-                  at::TensorOptions(unit.flats[0]->placement().device)
-                      .dtype(at::kByte));
+    unit.unreduced_gradients = at::empty(
+        {unit.reduce_bytes(reduce_dtype_)},
+        at::TensorOptions(unit.flats[0]->placement().device).dtype(at::kByte));
   }
   write(unit, gradients,
         static_cast<char*>(unit.unreduced_gradients.data_ptr()),
@@ -90,8 +89,7 @@ void GradientReducer::flush() {
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
-    outputs.push_back(
-        {i, flat.gradient_shard(), scale_, flat.has_gradient()});
+    outputs.push_back({i, flat.gradient_shard(), scale_, flat.has_gradient()});
   }
   if (!transport_.finish_reduce(unit, outputs)) return;
   for (const Transport::Reduced& out : outputs) {
@@ -106,11 +104,12 @@ void GradientReducer::finish_with_replicas(Unit& unit) {
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     const FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
-    sums.push_back({i,
-                    at::empty({flat.layout().chunk},
-                              at::TensorOptions(flat.placement().device)
-                                  .dtype(reduce_dtype_)),
-                    /*scale=*/1, /*accumulate=*/false});
+    sums.push_back(
+        {i,
+         at::empty(
+             {flat.layout().chunk},
+             at::TensorOptions(flat.placement().device).dtype(reduce_dtype_)),
+         /*scale=*/1, /*accumulate=*/false});
   }
   // A replica that did not use the unit still takes part, with zeros.
   if (!transport_.finish_reduce(unit, sums)) {

@@ -35,8 +35,8 @@ class GradientReducer {
   void flush();
 
  private:
-  void write(Unit& unit, const std::vector<at::Tensor>& gradients,
-             char* buffer, bool accumulate) const;
+  void write(Unit& unit, const std::vector<at::Tensor>& gradients, char* buffer,
+             bool accumulate) const;
   void finish_with_replicas(Unit& unit);
 
   Transport& transport_;

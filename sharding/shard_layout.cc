@@ -34,8 +34,8 @@ ShardLayout::Range ShardLayout::local_range(size_t parameter,
                                             int shard_rank) const {
   const int64_t shard_begin = chunk * shard_rank;
   const int64_t begin = std::max(offsets[parameter], shard_begin);
-  const int64_t end = std::min(offsets[parameter] + numels[parameter],
-                               shard_begin + chunk);
+  const int64_t end =
+      std::min(offsets[parameter] + numels[parameter], shard_begin + chunk);
   if (begin >= end) return Range{};
   return Range{begin - offsets[parameter], begin - shard_begin, end - begin};
 }

@@ -30,7 +30,8 @@ class Sink final : public ag::Node {
 
   ag::variable_list apply(ag::variable_list&& gradients) override {
     std::shared_ptr<ShardedState> state = state_.lock();
-    TORCH_CHECK(state, name_, ": the FullyShardedModule was destroyed before "
+    TORCH_CHECK(state, name_,
+                ": the FullyShardedModule was destroyed before "
                 "backward");
     state->on_gradients(*unit_, std::move(gradients));
     return {};
@@ -94,11 +95,12 @@ ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
     shard_group_ = groups_.shard_group();
     replicate_group_ = groups_.replicate_group();
   }
-  transport_ = uses_shared_memory(shard_group_)
-                   ? make_shared_memory_transport(*ProcessGroups::shm(shard_group_),
-                                                  units_, reduce_dtype_)
-                   : make_collective_transport(groups_, shard_group_, units_,
-                                               reduce_dtype_);
+  transport_ =
+      uses_shared_memory(shard_group_)
+          ? make_shared_memory_transport(*ProcessGroups::shm(shard_group_),
+                                         units_, reduce_dtype_)
+          : make_collective_transport(groups_, shard_group_, units_,
+                                      reduce_dtype_);
   reducer_ = std::make_unique<GradientReducer>(
       *transport_, shard_group_->getSize(), replicate_group_, reduce_dtype_);
 }
@@ -276,8 +278,7 @@ void ShardedState::end_forward() {
 void ShardedState::on_gradients(Unit& unit,
                                 std::vector<at::Tensor>&& gradients) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  RECORD_FUNCTION("FullShard::reduce " + unit.name,
-                  std::vector<c10::IValue>());
+  RECORD_FUNCTION("FullShard::reduce " + unit.name, std::vector<c10::IValue>());
   sink_ran_ = true;
   if (pending_gradient_scale != 1) apply_pending_scale();
   unit.keeper.reset();
@@ -315,10 +316,10 @@ void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
                                    bool create_graph, bool accumulate_grad) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (const ag::Edge& edge : outputs) {
-    TORCH_CHECK(!accumulate_grad ||
-                    dynamic_cast<Sink*>(edge.function.get()) == nullptr,
-                "backward(inputs = {a sharded parameter}) is not supported; "
-                "use torch::autograd::grad for its local gradient");
+    TORCH_CHECK(
+        !accumulate_grad || dynamic_cast<Sink*>(edge.function.get()) == nullptr,
+        "backward(inputs = {a sharded parameter}) is not supported; "
+        "use torch::autograd::grad for its local gradient");
   }
   if (present_.empty()) return;  // No forward of this model is open.
   TORCH_CHECK(!(create_graph && accumulate_grad),
@@ -333,7 +334,8 @@ void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
 
 void ShardedState::after_backward(bool ok) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const bool took_part = sink_ran_ || touched_;
+  // A backward that failed may have stopped before it reached a unit.
+  const bool took_part = sink_ran_ || touched_ || !ok;
   prefetcher_.begin(Prefetcher::kForward);
   if (!took_part) return;
   if (ok && sink_ran_ && gradient_sync_) reduce_untouched_units();
@@ -373,22 +375,20 @@ void ShardedState::reduce_untouched_units() {
 // Shared memory names the unit in every signal; a c10d backend would exchange
 // the bytes of different units without a word.
 void ShardedState::compare_order_across_ranks() {
-  if (shard_group_->getSize() == 1 ||
-      uses_shared_memory(shard_group_)) {
+  if (shard_group_->getSize() == 1 || uses_shared_memory(shard_group_)) {
     return;
   }
-  const auto options =
-      at::TensorOptions(groups_.device()).dtype(at::kLong);
+  const auto options = at::TensorOptions(groups_.device()).dtype(at::kLong);
   at::Tensor own = at::full({1}, prefetcher_.fingerprint(), options);
   at::Tensor all = at::zeros({shard_group_->getSize()}, options);
   shard_group_->_allgather_base(all, own)->wait();
   const at::Tensor host = all.cpu();
   for (int rank = 0; rank < shard_group_->getSize(); ++rank) {
-    TORCH_CHECK(host.const_data_ptr<int64_t>()[rank] ==
-                    prefetcher_.fingerprint(),
-                "rank ", rank, " and rank ", shard_group_->getRank(),
-                " used the units in different orders in the first iteration; "
-                "every rank must run the same model");
+    TORCH_CHECK(
+        host.const_data_ptr<int64_t>()[rank] == prefetcher_.fingerprint(),
+        "rank ", rank, " and rank ", shard_group_->getRank(),
+        " used the units in different orders in the first iteration; "
+        "every rank must run the same model");
   }
 }
 

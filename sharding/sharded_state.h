@@ -79,8 +79,7 @@ class ShardedState final : public BackwardObserver,
   void start_gather(Unit& unit);
   void finish_gather(Unit& unit);
   void reshard_others(c10::ArrayRef<Unit*> set);
-  void take_part_in(const std::vector<int>& skipped,
-                    c10::ArrayRef<Unit*> set);
+  void take_part_in(const std::vector<int>& skipped, c10::ArrayRef<Unit*> set);
   void prefetch_next();
   void note_misuse(Unit& unit);
   void throw_misuse();
@@ -108,7 +107,7 @@ class ShardedState final : public BackwardObserver,
   // In the backward that is under way:
   bool sink_ran_ = false;
   bool touched_ = false;
-  std::string misuse_;     // First one seen, until it is thrown.
+  std::string misuse_;  // First one seen, until it is thrown.
   std::shared_ptr<void> observing_;
 };
 

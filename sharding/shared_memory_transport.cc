@@ -70,8 +70,8 @@ class SharedMemoryTransport final : public Transport {
     ready_ = group.make_signals(2);
     done_ = group.make_signals(2);
     for (auto& buffer : reduce_buffers_) {
-      buffer.memory = group.allocate_symmetric(std::max<int64_t>(
-          reduce_bytes, 1));
+      buffer.memory =
+          group.allocate_symmetric(std::max<int64_t>(reduce_bytes, 1));
     }
   }
 
@@ -122,8 +122,7 @@ class SharedMemoryTransport final : public Transport {
                  static_cast<uint32_t>(unit.index) | (used ? kUsed : 0));
   }
 
-  bool finish_reduce(Unit& unit,
-                     const std::vector<Reduced>& outputs) override {
+  bool finish_reduce(Unit& unit, const std::vector<Reduced>& outputs) override {
     ReduceBuffer& buffer = reduce_buffers_[reducing_];
     CollectiveScope scope("reduce_scatter", &unit.name, sequence_);
     ready_->wait_all(reducing_, buffer.generation, "reduce_scatter");

@@ -58,10 +58,10 @@ class Splitter {
 
   absl::StatusOr<std::vector<std::unique_ptr<Unit>>> shard() {
     if (!options_.wrap_policy.empty() && units_.size() == 1) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "wrap_policy (", options_.wrap_policy.description(),
-          ") matches no module; the model has modules of types ",
-          absl::StrJoin(types_, ", ")));
+      return absl::InvalidArgumentError(
+          absl::StrCat("wrap_policy (", options_.wrap_policy.description(),
+                       ") matches no module; the model has modules of types ",
+                       absl::StrJoin(types_, ", ")));
     }
     if (claims_.empty()) {
       return absl::InvalidArgumentError("the module has no parameters");
@@ -89,8 +89,8 @@ class Splitter {
 
   void claim(const at::Tensor& tensor, std::string name, Unit* unit,
              bool full_precision) {
-    const auto [found, inserted] = by_tensor_.emplace(
-        tensor.unsafeGetTensorImpl(), claims_.size());
+    const auto [found, inserted] =
+        by_tensor_.emplace(tensor.unsafeGetTensorImpl(), claims_.size());
     if (inserted) {
       claims_.push_back({{tensor, std::move(name), {}}, unit, full_precision});
       return;
@@ -99,10 +99,9 @@ class Splitter {
     if (first.parameter.name == name) return;
     Unit* common = lowest_common(first.unit, unit);
     if (common != first.unit) {
-      log_info(absl::StrCat("parameter '", first.parameter.name,
-                            "' is tied to '", name,
-                            "' of another unit: both move to unit '",
-                            common->name, "'"));
+      log_info(absl::StrCat(
+          "parameter '", first.parameter.name, "' is tied to '", name,
+          "' of another unit: both move to unit '", common->name, "'"));
       first.unit = common;
     }
     first.parameter.aliases.push_back(std::move(name));
@@ -116,11 +115,11 @@ class Splitter {
       FS_RETURN_IF_ERROR(prepare(claim.parameter));
       const at::Tensor& p = claim.parameter.tensor;
       const at::ScalarType dtype = p.scalar_type();
-      const Key key{p.requires_grad(), dtype,
-                    claim.full_precision
-                        ? dtype
-                        : compute_dtype(
-                              dtype, options_.mixed_precision.param_dtype)};
+      const Key key{
+          p.requires_grad(), dtype,
+          claim.full_precision
+              ? dtype
+              : compute_dtype(dtype, options_.mixed_precision.param_dtype)};
       if (by_key.count(key) == 0) order.push_back(key);
       by_key[key].push_back(std::move(claim.parameter));
     }
@@ -132,8 +131,8 @@ class Splitter {
       placement.device = groups_.device();
       placement.trainable = std::get<0>(key);
       placement.compute_dtype = std::get<2>(key);
-      unit.flats.push_back(FlatParameter::create(
-          unit.name, std::move(by_key[key]), placement));
+      unit.flats.push_back(
+          FlatParameter::create(unit.name, std::move(by_key[key]), placement));
     }
     return absl::OkStatus();
   }
@@ -141,13 +140,15 @@ class Splitter {
   absl::Status prepare(OriginalParameter& parameter) {
     at::Tensor& p = parameter.tensor;
     if (storage_owner(p) != nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "parameter '", parameter.name, "' is sharded already"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter '", parameter.name, "' is sharded already"));
     }
     if (p.requires_grad() && !at::isFloatingType(p.scalar_type())) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "parameter '", parameter.name, "': trainable parameters must be "
-          "real floating tensors, got ", at::toString(p.scalar_type())));
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter '", parameter.name,
+                       "': trainable parameters must be "
+                       "real floating tensors, got ",
+                       at::toString(p.scalar_type())));
     }
     if (p.requires_grad() && !p.is_leaf()) {
       return absl::InvalidArgumentError(

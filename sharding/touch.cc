@@ -52,11 +52,10 @@ void touch_all(std::vector<Unit*> units) {
   while (!units.empty()) {
     ShardedState* const model = units.back()->model;
     const auto mine =
-        std::stable_partition(units.begin(), units.end(), [&](const Unit* u) {
-          return u->model != model;
-        });
-    model->touch(c10::ArrayRef<Unit*>(
-        &*mine, static_cast<size_t>(units.end() - mine)));
+        std::stable_partition(units.begin(), units.end(),
+                              [&](const Unit* u) { return u->model != model; });
+    model->touch(
+        c10::ArrayRef<Unit*>(&*mine, static_cast<size_t>(units.end() - mine)));
     units.erase(mine, units.end());
   }
 }

@@ -40,10 +40,10 @@ class Transport {
   virtual void start_reduce(Unit& unit, bool used) = 0;
   // One of the shards that a reduction fills.
   struct Reduced {
-    size_t flat = 0;           // Into unit.flats.
-    at::Tensor shard;          // [chunk]
-    double scale = 1;          // Multiplies the sum over ranks.
-    bool accumulate = false;   // Adds to what is there.
+    size_t flat = 0;          // Into unit.flats.
+    at::Tensor shard;         // [chunk]
+    double scale = 1;         // Multiplies the sum over ranks.
+    bool accumulate = false;  // Adds to what is there.
   };
   // Returns false, and leaves the shards alone, if no rank used the unit and
   // the ranks can tell.

@@ -13,8 +13,7 @@ std::string type_name(const std::type_info& type) {
 }
 }  // namespace internal
 
-WrapPolicy module_if(WrapPolicy::Predicate predicate,
-                     std::string description) {
+WrapPolicy module_if(WrapPolicy::Predicate predicate, std::string description) {
   return WrapPolicy(std::move(predicate), std::move(description));
 }
 

@@ -55,8 +55,7 @@ WrapPolicy module_if(WrapPolicy::Predicate predicate,
                      std::string description = "predicate");
 
 // Matches exactly these modules.
-WrapPolicy module_list(
-    std::vector<std::shared_ptr<torch::nn::Module>> modules);
+WrapPolicy module_list(std::vector<std::shared_ptr<torch::nn::Module>> modules);
 
 // Matches what any of `policies` matches.
 WrapPolicy any_of(std::vector<WrapPolicy> policies);

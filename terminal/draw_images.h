@@ -9,8 +9,8 @@
 namespace fullshard {
 
 struct CaptionedImage {
-  at::Tensor image;                 // uint8 [height, width].
-  std::vector<std::string> lines;   // Below it; as long as it is wide.
+  at::Tensor image;                // uint8 [height, width].
+  std::vector<std::string> lines;  // Below it; as long as it is wide.
 };
 
 // Draws images side by side: with `color` as half blocks in shades of grey,

@@ -143,9 +143,13 @@ TEST(FullStateDictTest, FlatDictsAreRead) {
   const at::Tensor tensor = make_tensor(ScalarType::Float, {4});
   for (const bool nested : {true, false}) {
     auto writer = *PtWriter::create(path);
-    if (nested) ASSERT_TRUE(writer->begin_dict("model").ok());
+    if (nested) {
+      ASSERT_TRUE(writer->begin_dict("model").ok());
+    }
     ASSERT_TRUE(writer->tensor("projector.0.weight", tensor).ok());
-    if (nested) ASSERT_TRUE(writer->end_dict().ok());
+    if (nested) {
+      ASSERT_TRUE(writer->end_dict().ok());
+    }
     ASSERT_TRUE(writer->commit().ok());
     auto reader = open(path);
     EXPECT_TRUE(reader->module_keys().empty());
@@ -190,7 +194,9 @@ TEST(FullStateDictTest, KilledAnywhereTheOldOrTheNewFileLoads) {
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
     finished = WIFEXITED(status);
-    if (finished) EXPECT_EQ(WEXITSTATUS(status), 0);
+    if (finished) {
+      EXPECT_EQ(WEXITSTATUS(status), 0);
+    }
     auto reader = open(path);
     EXPECT_TRUE(reader->verify().ok());
     const std::string name = "projector.0.bias";

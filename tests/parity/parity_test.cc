@@ -33,11 +33,16 @@ struct Case {
 
 std::string strategy_name(ShardingStrategy strategy) {
   switch (strategy) {
-    case ShardingStrategy::kFullShard: return "FullShard";
-    case ShardingStrategy::kShardGradOp: return "ShardGradOp";
-    case ShardingStrategy::kHybridShard: return "Hybrid";
-    case ShardingStrategy::kHybridShardZero2: return "HybridZero2";
-    case ShardingStrategy::kNoShard: return "NoShard";
+    case ShardingStrategy::kFullShard:
+      return "FullShard";
+    case ShardingStrategy::kShardGradOp:
+      return "ShardGradOp";
+    case ShardingStrategy::kHybridShard:
+      return "Hybrid";
+    case ShardingStrategy::kHybridShardZero2:
+      return "HybridZero2";
+    case ShardingStrategy::kNoShard:
+      return "NoShard";
   }
   return "";
 }
@@ -87,14 +92,16 @@ void compare_gradients(ShardedModule& sharded,
                                  reference.names().end(), local.name);
     ASSERT_NE(found, reference.names().end()) << local.name;
     const at::Tensor expected =
-        reference.masters()[found - reference.names().begin()]
-            .grad().reshape(-1);
+        reference.masters()[found - reference.names().begin()].grad().reshape(
+            -1);
     const int64_t length = local.tensor.numel();
     double best = 1e9;
     for (int64_t begin = 0; begin + length <= expected.numel(); ++begin) {
-      best = std::min(best, (expected.narrow(0, begin, length) -
-                             local.tensor.grad())
-                                .abs().max().item<double>());
+      best = std::min(best,
+                      (expected.narrow(0, begin, length) - local.tensor.grad())
+                          .abs()
+                          .max()
+                          .item<double>());
     }
     EXPECT_LT(best, c.bf16 ? 2e-3 : 1e-6) << local.name;
   }
@@ -155,7 +162,8 @@ void train_and_compare(ProcessGroups& groups, const Case& c) {
 
     // Tight where it matters: clipping at half the norm in every step.
     const double norm = reference.clip(0.5);
-    EXPECT_NEAR(sharded->clip_grad_norm(0.5), norm, norm * (c.bf16 ? 2e-2 : 1e-5));
+    EXPECT_NEAR(sharded->clip_grad_norm(0.5), norm,
+                norm * (c.bf16 ? 2e-2 : 1e-5));
     // Reading gradients applies the folded scale; not every time, so that the
     // optimizer's own path is covered too.
     if (step % 2 == 1) compare_gradients(*sharded, reference, c);

@@ -47,11 +47,12 @@ class UnshardedReference {
     if (compute_dtype.has_value()) module_->to(*compute_dtype);
     using torch::optim::AdamWOptions;
     std::vector<torch::optim::OptimizerParamGroup> groups;
-    groups.emplace_back(decay,
+    groups.emplace_back(
+        decay, std::make_unique<AdamWOptions>(
+                   AdamWOptions(lr).eps(kEps).weight_decay(weight_decay)));
+    groups.emplace_back(no_decay,
                         std::make_unique<AdamWOptions>(
-                            AdamWOptions(lr).eps(kEps).weight_decay(weight_decay)));
-    groups.emplace_back(no_decay, std::make_unique<AdamWOptions>(
-                                      AdamWOptions(lr).eps(kEps).weight_decay(0)));
+                            AdamWOptions(lr).eps(kEps).weight_decay(0)));
     optimizer_ = std::make_unique<torch::optim::AdamW>(groups);
   }
 
