@@ -28,6 +28,9 @@ struct LauncherOptions {
 // status; an exception is printed and counts as 1. Ranks end without running
 // destructors of static objects.
 //
+// A rank keeps memory that it frees (up to 512 MiB at the top of its heap), so
+// that a step does not fault it in again.
+//
 // The ranks form a process group of their own. SIGINT, SIGTERM and SIGHUP are
 // forwarded to it and the ranks decide; a second one kills them at once. Ranks
 // die with the calling thread, whatever ends it.

@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 
+#include "ATen/ops/cat.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/linalg_vector_norm.h"
 #include "ATen/ops/zeros.h"
@@ -48,6 +49,21 @@ at::Tensor gather_flat(const FlatParameter& flat, c10d::Backend& group,
   CollectiveScope scope("all_gather", &unit, 0);
   group._allgather_base(full_bytes, own_bytes)->wait();
   return full;
+}
+
+// The p-norm of a 1-D tensor. Rows of moderate length are summed in float and
+// their norms in double, so that a large shard loses no digits.
+double local_norm(const at::Tensor& values, double p) {
+  constexpr int64_t kRow = 1024;
+  const int64_t whole = values.numel() / kRow * kRow;
+  const at::ScalarType dtype =
+      values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor rows = at::linalg_vector_norm(
+      values.narrow(0, 0, whole).view({-1, kRow}), p, {1}, false, dtype);
+  const at::Tensor rest = at::linalg_vector_norm(
+      values.narrow(0, whole, values.numel() - whole), p, {}, true, dtype);
+  return at::linalg_vector_norm(at::cat({rows, rest}).to(at::kDouble), p)
+      .item<double>();
 }
 
 // Combines the local p-norms of the shards of all ranks.
@@ -116,11 +132,7 @@ double ShardedModule::clip_grad_norm(double max_norm, double p) {
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
       if (!flat->placement().trainable || !flat->has_gradient()) continue;
-      const at::Tensor& shard = flat->gradient_shard();
-      const at::ScalarType dtype =
-          shard.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-      const double norm =
-          at::linalg_vector_norm(shard, p, {}, false, dtype).item<double>();
+      const double norm = local_norm(flat->gradient_shard(), p);
       if (std::isnan(norm)) {
         local = norm;
       } else if (is_max) {
