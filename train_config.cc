@@ -3,6 +3,7 @@
 #include <yaml-cpp/yaml.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -63,7 +64,16 @@ std::string show(const std::string& value) { return value; }
 std::string show(bool value) { return value ? "true" : "false"; }
 std::string show(int64_t value) { return absl::StrCat(value); }
 std::string show(uint64_t value) { return absl::StrCat(value); }
-std::string show(double value) { return absl::StrCat(value); }
+// As short as reading it back exactly allows.
+std::string show(double value) {
+  std::string text;
+  for (int digits = 1; digits <= 17; ++digits) {
+    text = absl::StrFormat("%.*g", digits, value);
+    double read = 0;
+    if (absl::SimpleAtod(text, &read) && read == value) break;
+  }
+  return text;
+}
 std::string show(const std::optional<int64_t>& value) {
   return value.has_value() ? absl::StrCat(*value) : "none";
 }
@@ -83,7 +93,9 @@ const char* take(const std::string& text, uint64_t& field) {
   return absl::SimpleAtoi(text, &field) ? nullptr : "a positive integer";
 }
 const char* take(const std::string& text, double& field) {
-  return absl::SimpleAtod(text, &field) ? nullptr : "a number";
+  return absl::SimpleAtod(text, &field) && std::isfinite(field)
+             ? nullptr
+             : "a finite number";
 }
 const char* take(const std::string& text, std::optional<int64_t>& field) {
   int64_t value = 0;
@@ -188,6 +200,15 @@ absl::Status check(const TrainConfig& config) {
     return refuse(absl::StrCat("max_steps: expected 1 or more, got ",
                                *config.strategy.max_steps));
   }
+  const std::pair<const char*, double> never_negative[] = {
+      {"learning_rate", config.strategy.learning_rate},
+      {"weight_decay", config.strategy.weight_decay},
+      {"max_grad_norm", config.strategy.max_grad_norm},
+      {"show_images", static_cast<double>(config.show_images)}};
+  for (const auto& [key, value] : never_negative) {
+    if (value >= 0) continue;
+    return refuse(absl::StrCat(key, ": expected 0 or more, got ", show(value)));
+  }
   if (config.run_id.find('/') != std::string::npos) {
     return refuse(absl::StrCat("run_id: expected a name without '/', got '",
                                config.run_id, "'"));
@@ -199,8 +220,8 @@ absl::Status check(const TrainConfig& config) {
 
 TrainConfig::TrainConfig() {
   strategy.stage = "full-finetune";
-  strategy.max_steps = 800;
-  strategy.global_batch_size = 60;
+  strategy.max_steps = 1300;
+  strategy.global_batch_size = 72;
   strategy.per_device_batch_size = 0;
   strategy.learning_rate = 2e-3;
   strategy.weight_decay = 0.05;
