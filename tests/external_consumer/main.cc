@@ -8,6 +8,7 @@
 #include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/sharding/wrap_policy.h"
+#include "fullshard/strategy.h"
 #include "torch/nn/functional/loss.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/utils.h"
@@ -48,8 +49,11 @@ int train(const fullshard::LaunchEnv& env) {
     std::fprintf(stderr, "%s\n", net.status().ToString().c_str());
     return 1;
   }
+  fullshard::StrategyConfig settings;  // Of the whole training strategy.
+  settings.learning_rate = 1e-2;
   fullshard::AdamWOptions adamw;
-  adamw.lr = 1e-2;
+  adamw.lr = settings.learning_rate;
+  adamw.weight_decay = settings.weight_decay;
   fullshard::ShardedAdamW optimizer(*net, adamw);
 
   torch::manual_seed(1 + env.rank);  // Each rank has data of its own.
