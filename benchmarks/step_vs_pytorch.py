@@ -82,6 +82,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true",
                         help="N = 2, 64 tokens, FSDP2 only")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", help="file for the raw JSON lines")
@@ -104,8 +106,8 @@ def main():
     if a.quick:
         compare(2, 64, 8, 1, ["fsdp2"], log)
         return
-    for world in (2, 4):
-        for tokens in (64, 512):
+    for world in a.worlds:
+        for tokens in a.tokens:
             steps = a.steps if tokens == 64 else max(5, a.steps // 2)
             compare(world, tokens, steps, a.repeats,
                     ["fsdp1", "fsdp1_flat", "fsdp2"], log)

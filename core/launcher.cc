@@ -1,9 +1,9 @@
 #include "fullshard/core/launcher.h"
 
+#include <malloc.h>
 #include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
-#include <malloc.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>

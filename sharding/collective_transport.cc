@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -12,6 +13,9 @@
 
 namespace fullshard::internal {
 namespace {
+
+// A backend's own time-out comes first; this one ends a wait that it misses.
+constexpr std::chrono::minutes kWatchdogTimeout{30};
 
 at::Tensor bytes_at(char* memory, int64_t num_bytes, c10::Device device) {
   return at::from_blob(memory, {num_bytes},
@@ -74,6 +78,7 @@ class CollectiveTransport final : public Transport {
     CollectiveScope scope("all_gather", &unit.name, sequence_);
     for (Gather::Piece& piece :
          gathers_[static_cast<size_t>(unit.index)].pieces) {
+      WatchedWait watched("all_gather", kWatchdogTimeout);
       piece.work->wait();
       piece.work.reset();
     }
@@ -119,6 +124,7 @@ class CollectiveTransport final : public Transport {
       if (num_ranks_ == 1) {
         sum = gradients(unit, out.flat);
       } else {
+        WatchedWait watched("reduce_scatter", kWatchdogTimeout);
         reductions_[i].work->wait();
         sum = reductions_[i].shard;
       }

@@ -15,6 +15,15 @@ std::vector<int> Prefetcher::advance_to(int index) {
   return skipped;
 }
 
+std::vector<int> Prefetcher::take_rest() {
+  if (!recorded_) return {};
+  const std::vector<int>& order = order_[phase_];
+  std::vector<int> rest(order.begin() + static_cast<std::ptrdiff_t>(cursor_),
+                        order.end());
+  cursor_ = order.size();
+  return rest;
+}
+
 int Prefetcher::next() const {
   const std::vector<int>& order = order_[phase_];
   return recorded_ && cursor_ < order.size() ? order[cursor_] : -1;

@@ -29,6 +29,10 @@ class Prefetcher {
   // not come any more in this phase, and then next() returns -1 until it does.
   std::vector<int> advance_to(int index);
 
+  // Returns the units that the order still has in this phase and moves to its
+  // end.
+  std::vector<int> take_rest();
+
   // Adds a gather to the order while it is being recorded.
   void record(int index) {
     if (!recorded_) order_[phase_].push_back(index);

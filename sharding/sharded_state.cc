@@ -188,6 +188,10 @@ void ShardedState::take_part_in(const std::vector<int>& skipped,
   }
 }
 
+void ShardedState::take_part_in_rest() {
+  if (shard_group_->getSize() > 1) take_part_in(prefetcher_.take_rest(), {});
+}
+
 void ShardedState::start_gather(Unit& unit) {
   if (unit.state != UnitState::kSharded) return;
   if (prefetcher_.phase() == Prefetcher::kBackward || in_training_forward_ ||
@@ -266,13 +270,18 @@ void ShardedState::begin_forward() {
   }
   throw_misuse();
   in_training_forward_ = at::GradMode::is_enabled();
-  prefetcher_.begin(Prefetcher::kForward);
+  // Forwards that share a backward continue one order.
+  if (!in_training_forward_) prefetcher_.begin(Prefetcher::kForward);
 }
 
 void ShardedState::end_forward() {
   in_training_forward_ = false;
   // Without gradients no backward will come to reshard what is left.
-  if (!at::GradMode::is_enabled()) reshard_all();
+  if (at::GradMode::is_enabled()) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  take_part_in_rest();
+  reshard_all();
+  prefetcher_.begin(Prefetcher::kForward);
 }
 
 void ShardedState::on_gradients(Unit& unit,
@@ -283,7 +292,7 @@ void ShardedState::on_gradients(Unit& unit,
   if (pending_gradient_scale != 1) apply_pending_scale();
   unit.keeper.reset();
   if (gradient_sync_) {
-    reducer_->reduce(unit, gradients);
+    reduce_in_order(unit, gradients);
   } else {
     reducer_->keep(unit, gradients);
   }
@@ -328,6 +337,8 @@ void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
   if (ag::get_current_graph_task_id() >= 0) return;  // A reentrant one.
   sink_ran_ = false;
   touched_ = false;
+  reduce_cursor_ = 0;
+  take_part_in_rest();
   prefetcher_.begin(Prefetcher::kBackward);
   if (prefetcher_.recorded()) prefetch_next();
 }
@@ -336,9 +347,10 @@ void ShardedState::after_backward(bool ok) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   // A backward that failed may have stopped before it reached a unit.
   const bool took_part = sink_ran_ || touched_ || !ok;
+  if (took_part && ok) take_part_in_rest();
   prefetcher_.begin(Prefetcher::kForward);
   if (!took_part) return;
-  if (ok && sink_ran_ && gradient_sync_) reduce_untouched_units();
+  if (ok && sink_ran_ && gradient_sync_) reduce_rest();
   reducer_->flush();
   reshard_all();
   for (const auto& unit : units_) unit->reduced_this_backward = false;
@@ -354,21 +366,59 @@ void ShardedState::after_backward(bool ok) {
   }
 }
 
-// Ranks whose loss did not depend on a unit still take part in its reduction:
-// the gradient is the mean with zeros.
-void ShardedState::reduce_untouched_units() {
+void ShardedState::reduce_in_order(Unit& unit,
+                                   const std::vector<at::Tensor>& gradients) {
+  if (groups_.world_size() == 1) {  // Nobody waits.
+    reducer_->reduce(unit, gradients);
+    return;
+  }
+  if (!reduce_order_known_) {
+    reduce_order_.push_back(unit.index);
+    reducer_->reduce(unit, gradients);
+    return;
+  }
+  const auto next = [this]() -> Unit* {
+    return reduce_cursor_ < reduce_order_.size()
+               ? units_[static_cast<size_t>(reduce_order_[reduce_cursor_])]
+                     .get()
+               : nullptr;
+  };
+  if (next() != &unit) {
+    reducer_->keep(unit, gradients);
+    unit.came_early = true;
+    return;
+  }
+  ++reduce_cursor_;
+  reducer_->reduce(unit, gradients);
+  while (next() != nullptr && next()->came_early) {
+    Unit& early = *next();
+    early.came_early = false;
+    ++reduce_cursor_;
+    reducer_->reduce(early, {});
+  }
+}
+
+// Units that this rank's backward did not reach, and those that came early.
+void ShardedState::reduce_rest() {
   if (groups_.world_size() == 1) {
-    // Nobody waits, but gradients kept under no_sync are due.
+    // Gradients kept under no_sync are due.
     for (const auto& unit : units_) {
       if (unit->unreduced_gradients.defined()) reducer_->reduce(*unit, {});
     }
     return;
   }
-  for (size_t i = units_.size(); i-- > 0;) {
-    Unit& unit = *units_[i];
-    if (unit.trainable() && !unit.reduced_this_backward) {
-      reducer_->reduce(unit, {});
+  if (!reduce_order_known_) {
+    for (size_t i = units_.size(); i-- > 0;) {
+      if (units_[i]->trainable() && !units_[i]->reduced_this_backward) {
+        reduce_order_.push_back(units_[i]->index);
+      }
     }
+    reduce_order_known_ = true;
+  }
+  for (int index : reduce_order_) {
+    Unit& unit = *units_[static_cast<size_t>(index)];
+    unit.came_early = false;
+    if (!unit.reduced_this_backward) reducer_->reduce(unit, {});
   }
 }
 

@@ -79,11 +79,18 @@ class ShardedState final : public BackwardObserver,
   void start_gather(Unit& unit);
   void finish_gather(Unit& unit);
   void reshard_others(c10::ArrayRef<Unit*> set);
+  // [Note: Ranks on different paths]
+  // Gathers and reductions are issued in the order of the first iteration. A
+  // rank whose path skips a unit takes part in its gather and lets it go, and
+  // sends zeros for its gradient; one whose backward reaches a unit too early
+  // keeps its gradient until the units before it are through.
   void take_part_in(const std::vector<int>& skipped, c10::ArrayRef<Unit*> set);
+  void take_part_in_rest();
+  void reduce_in_order(Unit& unit, const std::vector<at::Tensor>& gradients);
+  void reduce_rest();
   void prefetch_next();
   void note_misuse(Unit& unit);
   void throw_misuse();
-  void reduce_untouched_units();
   void compare_order_across_ranks();
   bool nothing_to_do(c10::ArrayRef<Unit*> set) const;
 
@@ -98,6 +105,10 @@ class ShardedState final : public BackwardObserver,
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<GradientReducer> reducer_;
   Prefetcher prefetcher_;
+  // Of the first backward that reduced; see [Note: Ranks on different paths].
+  std::vector<int> reduce_order_;
+  bool reduce_order_known_ = false;
+  size_t reduce_cursor_ = 0;
   std::vector<Unit*> present_;  // Units that are not kSharded.
   Unit* last_touched_ = nullptr;
   bool gradient_sync_ = true;

@@ -45,7 +45,9 @@ class Unit {
 
   // Unsharded gradients, of reduce_bytes(), kept under no_sync.
   at::Tensor unreduced_gradients;
+  // In the backward that is under way:
   bool reduced_this_backward = false;
+  bool came_early = false;  // Waits in unreduced_gradients for its turn.
 
   // A flat parameter's bytes begin here within the unit's slot memory.
   int64_t slot_offset(size_t flat) const;

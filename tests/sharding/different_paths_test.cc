@@ -1,0 +1,174 @@
+// Ranks whose data takes them through different parts of the model: nobody
+// hangs, and a unit's gradient is the mean with zeros of the ranks that did not
+// use it.
+
+#include <map>
+
+#include "ATen/ATen.h"
+#include "fullshard/sharding/fully_shard.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/testing/run_ranks.h"
+#include "torch/nn/modules/linear.h"
+
+namespace fullshard {
+namespace {
+
+// `mask` says which of four layers run.
+struct Paths : torch::nn::Module {
+  Paths() {
+    for (int i = 0; i < 4; ++i) {
+      layers.push_back(
+          register_module("l" + std::to_string(i), torch::nn::Linear(4, 4)));
+    }
+  }
+  at::Tensor forward(at::Tensor x, const std::vector<bool>& mask) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+      if (mask[i]) x = layers[i](x).sin();
+    }
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+
+using Mask = std::vector<bool>;
+
+// Steps with these masks per rank, after a first step with every layer, give
+// the gradients of one process that averages over the ranks.
+void expect_mean(const std::string& backend, const std::vector<Mask>& masks) {
+  testing::RunRanksOptions run;
+  run.backend = backend;
+  run.collective_timeout = std::chrono::milliseconds(10000);
+  const int num_ranks = static_cast<int>(masks.size());
+  testing::run_ranks(
+      num_ranks,
+      [&](ProcessGroups& groups) {
+        at::manual_seed(1);
+        auto plain = std::make_shared<Paths>();
+        at::manual_seed(1);
+        ShardOptions options;
+        options.wrap_policy = module_type<torch::nn::LinearImpl>();
+        auto sharded =
+            fully_shard(std::make_shared<Paths>(), groups, options).value();
+        const at::Tensor x = at::ones({3, 4});
+        auto step = [&](const std::vector<Mask>& paths) {
+          plain->zero_grad();
+          sharded.zero_grad();
+          for (const Mask& mask : paths) {
+            at::Tensor xr = x.clone().set_requires_grad(true);
+            (plain->forward(xr, mask).sum() / num_ranks).backward();
+          }
+          at::Tensor xr = x.clone().set_requires_grad(true);
+          sharded(xr, paths[static_cast<size_t>(groups.rank())])
+              .sum()
+              .backward();
+        };
+        step(std::vector<Mask>(masks.size(), Mask(4, true)));
+        for (int i = 0; i < 3; ++i) step(masks);
+        std::map<std::string, at::Tensor> expected;
+        double squares = 0;
+        for (auto& item : plain->named_parameters()) {
+          const at::Tensor g = item.value().grad();
+          expected[item.key()] = g.defined() ? g : at::zeros_like(item.value());
+          squares += expected[item.key()].pow(2).sum().item<double>();
+        }
+        EXPECT_NEAR(sharded.clip_grad_norm(1e9), std::sqrt(squares), 1e-5);
+        for (const LocalParameter& local : sharded.named_local_parameters()) {
+          if (!local.tensor.grad().defined()) {
+            EXPECT_EQ(expected[local.name].abs().max().item<float>(), 0);
+          }
+        }
+        for (const UnitInfo& unit : sharded.units())
+          EXPECT_FALSE(unit.unsharded);
+      },
+      run);
+}
+
+TEST(DifferentPathsTest, OneRankSkipsAUnitInTheMiddle) {
+  for (const char* backend : {"shm", "gloo"}) {
+    expect_mean(backend, {{true, true, true, true}, {true, false, true, true}});
+  }
+}
+
+// A limit: the ranks' backwards begin at different units, and their gathers
+// cannot be put in one order with the reductions. It ends with a message that
+// names the rank and the unit, not with a hang.
+TEST(DifferentPathsTest, SkippingTheLastUnitsIsANamedTimeOut) {
+  testing::RunRanksOptions run;
+  run.collective_timeout = std::chrono::milliseconds(2000);
+  const auto outcomes = testing::collect_ranks(
+      2,
+      [](ProcessGroups& groups) {
+        ShardOptions options;
+        options.wrap_policy = module_type<torch::nn::LinearImpl>();
+        auto sharded =
+            fully_shard(std::make_shared<Paths>(), groups, options).value();
+        const at::Tensor x = at::ones({3, 4}).set_requires_grad(true);
+        sharded(x, Mask(4, true)).sum().backward();
+        const Mask mask = groups.rank() == 0 ? Mask{true, true, true, true}
+                                             : Mask{true, false, false, false};
+        sharded(x, mask).sum().backward();
+      },
+      run);
+  for (const auto& outcome : outcomes) {
+    EXPECT_NE(outcome.exit_code, 0);
+    EXPECT_FALSE(outcome.timed_out);
+    EXPECT_THAT(outcome.output, ::testing::ContainsRegex("of unit l[0-3]"));
+  }
+}
+
+TEST(DifferentPathsTest, OneRankSkipsTheFirstUnits) {
+  for (const char* backend : {"shm", "gloo"}) {
+    expect_mean(backend,
+                {{true, true, true, true}, {false, false, true, true}});
+  }
+}
+
+TEST(DifferentPathsTest, EachRankUsesUnitsOfItsOwn) {
+  expect_mean("shm", {{true, false, true, false},
+                      {false, true, false, true},
+                      {true, true, false, false}});
+}
+
+TEST(DifferentPathsTest, UnitThatNobodyUsesHasNoGradient) {
+  testing::run_ranks(2, [](ProcessGroups& groups) {
+    ShardOptions options;
+    options.wrap_policy = module_type<torch::nn::LinearImpl>();
+    auto sharded =
+        fully_shard(std::make_shared<Paths>(), groups, options).value();
+    for (int step = 0; step < 2; ++step) {
+      sharded.zero_grad();
+      sharded(at::ones({3, 4}), Mask{true, true, true, false}).sum().backward();
+      for (const LocalParameter& local : sharded.named_local_parameters()) {
+        EXPECT_EQ(local.tensor.grad().defined(), local.name[1] != '3')
+            << local.name;
+      }
+    }
+  });
+}
+
+// In the first step there is no order to follow yet: an error on every rank,
+// with both units, and no hang.
+TEST(DifferentPathsTest, DifferentOrdersInTheFirstStepAreANamedError) {
+  testing::RunRanksOptions run;
+  run.collective_timeout = std::chrono::milliseconds(3000);
+  const auto outcomes = testing::collect_ranks(
+      2,
+      [](ProcessGroups& groups) {
+        ShardOptions options;
+        options.wrap_policy = module_type<torch::nn::LinearImpl>();
+        auto sharded =
+            fully_shard(std::make_shared<Paths>(), groups, options).value();
+        const Mask mask = groups.rank() == 0 ? Mask{true, false, false, true}
+                                             : Mask{false, false, false, true};
+        sharded(at::ones({3, 4}), mask).sum().backward();
+      },
+      run);
+  for (const auto& outcome : outcomes) {
+    EXPECT_NE(outcome.exit_code, 0);
+    EXPECT_THAT(outcome.output, ::testing::HasSubstr("l3"));
+  }
+}
+
+}  // namespace
+}  // namespace fullshard
