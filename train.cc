@@ -25,8 +25,12 @@ int fail(const absl::Status& status) {
 int run_rank(const fullshard::TrainConfig& config,
              const fullshard::LaunchEnv& env) {
   const absl::Status status = fullshard::run_train_job(config, env);
-  // Rank 0 has said why.
-  if (absl::IsAborted(status) && env.rank != 0) return 1;
+  // Rank 0 says why: every rank finds the same mistake in settings and files.
+  if (env.rank != 0 &&
+      (absl::IsAborted(status) || absl::IsInvalidArgument(status) ||
+       absl::IsNotFound(status))) {
+    return 1;
+  }
   return status.ok() ? 0 : fail(status);
 }
 
