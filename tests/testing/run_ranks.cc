@@ -123,7 +123,11 @@ std::vector<RankOutcome> collect_processes(
       << "tensor code ran before the ranks were forked; it belongs into body";
   LaunchEnv env;
   env.world_size = env.local_world_size = num_ranks;
-  env.rendezvous = absl::StrCat("test-", getpid(), "-", num_jobs++);
+  // Sandboxes have process ids of their own, so two tests may share this one;
+  // the clock keeps their jobs apart.
+  env.rendezvous = absl::StrCat(
+      "test-", getpid(), "-", num_jobs++, "-",
+      std::chrono::steady_clock::now().time_since_epoch().count());
   const int listener = open_master_port(env);
   std::fflush(nullptr);
   std::vector<Process> processes(num_ranks);
