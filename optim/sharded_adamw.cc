@@ -80,7 +80,7 @@ void ShardedAdamW::step() {
   // The kernel wants lists of one dtype.
   std::map<at::ScalarType, std::vector<FlatState*>> by_dtype;
   for (FlatState& flat_state : flats_) {
-    const FlatParameter& flat =
+    FlatParameter& flat =
         *state_->units()[flat_state.unit]->flats[flat_state.flat];
     if (!flat.has_gradient()) continue;
     flat_state.step.add_(1);

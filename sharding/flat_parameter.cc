@@ -320,11 +320,20 @@ const at::Tensor& FlatParameter::gradient_shard() {
   return gradient_;
 }
 
-bool FlatParameter::has_gradient() const {
-  if (!has_gradient_) return false;
-  // A torch::optim optimizer's zero_grad() resets the views' gradients.
-  return local_parameters_.empty() ||
-         local_parameters_[0].tensor.grad().defined();
+bool FlatParameter::has_gradient() {
+  if (!has_gradient_ || local_parameters_.empty()) return has_gradient_;
+  const auto was_reset = [](const LocalParameter& local) {
+    return !local.tensor.grad().defined();
+  };
+  const auto begin = local_parameters_.begin(), end = local_parameters_.end();
+  const auto first = std::find_if(begin, end, was_reset);
+  if (first == end) return true;
+  if (std::all_of(begin, end, was_reset)) return false;
+  at::NoGradGuard no_grad;
+  for (auto local = first; local != end; ++local) {
+    if (was_reset(*local)) local->gradient.zero_();
+  }
+  return true;
 }
 
 void FlatParameter::set_has_gradient(bool value) {

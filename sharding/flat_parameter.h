@@ -85,7 +85,10 @@ class FlatParameter final : public StorageOwner {
   // The gradient shard; allocated on first use. Defined values only if
   // has_gradient().
   const at::Tensor& gradient_shard();
-  bool has_gradient() const;
+  // A torch::optim optimizer's zero_grad() resets the gradients of the local
+  // parameters it was given: of all, then there is none; of some, then those
+  // become zero in the shard.
+  bool has_gradient();
   void set_has_gradient(bool value);
 
   // --- local views, for optimizers of torch::optim

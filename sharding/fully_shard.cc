@@ -115,8 +115,11 @@ ShardedModule::ForwardScope::ForwardScope(const ShardedModule& sharded)
 }
 
 ShardedModule::ForwardScope::~ForwardScope() noexcept(false) {
-  // While an exception passes, the next touch cleans up.
-  if (std::uncaught_exceptions() == exceptions_) state_->end_forward();
+  if (std::uncaught_exceptions() == exceptions_) {
+    state_->end_forward();
+  } else {
+    state_->forward_failed();
+  }
 }
 
 const MixedPrecision& ShardedModule::mixed_precision() const {

@@ -24,6 +24,22 @@ std::vector<int> Prefetcher::take_rest() {
   return rest;
 }
 
+void Prefetcher::restart_recording() {
+  if (recorded_) return;
+  for (std::vector<int>& order : order_) order.clear();
+  num_forwards_ = 0;
+}
+
+bool Prefetcher::finish_recording() {
+  if (num_forwards_ > 1 && !recorded_twice_) {
+    recorded_twice_ = true;
+    restart_recording();
+  } else {
+    recorded_ = true;
+  }
+  return recorded_;
+}
+
 int Prefetcher::next() const {
   const std::vector<int>& order = order_[phase_];
   return recorded_ && cursor_ < order.size() ? order[cursor_] : -1;

@@ -11,8 +11,8 @@ namespace fullshard::internal {
 // and in backward, and says which comes next.
 //
 // Units are given by index. The order is fixed by the first backward that
-// ends; from then on every rank issues gathers in it, also of units that its
-// own path skips, so that data-dependent paths cannot cross collectives.
+// ends well; from then on every rank issues gathers in it, also of units that
+// its own path skips, so that data-dependent paths cannot cross collectives.
 class Prefetcher {
  public:
   enum Phase { kForward = 0, kBackward = 1 };
@@ -37,8 +37,14 @@ class Prefetcher {
   void record(int index) {
     if (!recorded_) order_[phase_].push_back(index);
   }
-  // Fixes the order. Call at the end of the first backward.
-  void finish_recording() { recorded_ = true; }
+  // Forgets what is recorded so far: that iteration failed.
+  void restart_recording();
+  // Call at the end of the first backward: fixes the order and returns true.
+  // With several forwards before it the second backward decides, once, for some
+  // may have been no part of an iteration; then returns false.
+  bool finish_recording();
+  // A training forward of the root begins.
+  void note_forward() { ++num_forwards_; }
   bool recorded() const { return recorded_; }
 
   // Returns the unit that the order gathers next, or -1.
@@ -53,6 +59,8 @@ class Prefetcher {
   Phase phase_ = kForward;
   size_t cursor_ = 0;
   bool recorded_ = false;
+  bool recorded_twice_ = false;
+  int num_forwards_ = 0;  // In the iteration that is being recorded.
 };
 
 }  // namespace fullshard::internal

@@ -261,6 +261,11 @@ void ShardedState::throw_misuse() {
 
 void ShardedState::begin_forward() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (std::exchange(forward_failed_, false)) {
+    reshard_all();
+    prefetcher_.restart_recording();
+    prefetcher_.begin(Prefetcher::kForward);
+  }
   for (const auto& unit : units_) {
     note_misuse(*unit);
     if (unit->state == UnitState::kUnsharded &&
@@ -270,6 +275,7 @@ void ShardedState::begin_forward() {
   }
   throw_misuse();
   in_training_forward_ = at::GradMode::is_enabled();
+  if (in_training_forward_) prefetcher_.note_forward();
   // Forwards that share a backward continue one order.
   if (!in_training_forward_) prefetcher_.begin(Prefetcher::kForward);
 }
@@ -282,6 +288,11 @@ void ShardedState::end_forward() {
   take_part_in_rest();
   reshard_all();
   prefetcher_.begin(Prefetcher::kForward);
+}
+
+void ShardedState::forward_failed() noexcept {
+  in_training_forward_ = false;
+  forward_failed_ = true;
 }
 
 void ShardedState::on_gradients(Unit& unit,
@@ -330,17 +341,19 @@ void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
         "backward(inputs = {a sharded parameter}) is not supported; "
         "use torch::autograd::grad for its local gradient");
   }
-  if (present_.empty()) return;  // No forward of this model is open.
-  TORCH_CHECK(!(create_graph && accumulate_grad),
+  // Without units present no forward of this model is open, and this is
+  // another model's backward or the second one of a retained graph.
+  const bool expected = !present_.empty();
+  TORCH_CHECK(!(expected && create_graph && accumulate_grad),
               "backward(create_graph = true) through a sharded module is not "
               "supported; use torch::autograd::grad(..., create_graph = true)");
   if (ag::get_current_graph_task_id() >= 0) return;  // A reentrant one.
   sink_ran_ = false;
   touched_ = false;
   reduce_cursor_ = 0;
-  take_part_in_rest();
+  if (expected) take_part_in_rest();
   prefetcher_.begin(Prefetcher::kBackward);
-  if (prefetcher_.recorded()) prefetch_next();
+  if (expected && prefetcher_.recorded()) prefetch_next();
 }
 
 void ShardedState::after_backward(bool ok) {
@@ -353,9 +366,15 @@ void ShardedState::after_backward(bool ok) {
   if (ok && sink_ran_ && gradient_sync_) reduce_rest();
   reducer_->flush();
   reshard_all();
-  for (const auto& unit : units_) unit->reduced_this_backward = false;
-  if (ok && sink_ran_ && !prefetcher_.recorded()) {
-    prefetcher_.finish_recording();
+  for (const auto& unit : units_) {
+    unit->reduced_this_backward = false;
+    unit->came_early = false;
+  }
+  if (!ok) {
+    prefetcher_.restart_recording();
+    if (!reduce_order_known_) reduce_order_.clear();
+  } else if (sink_ran_ && !prefetcher_.recorded() &&
+             prefetcher_.finish_recording()) {
     compare_order_across_ranks();
   }
   sink_ran_ = touched_ = false;

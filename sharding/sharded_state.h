@@ -45,6 +45,9 @@ class ShardedState final : public BackwardObserver,
   // recorded order from its start. Errors: c10::Error naming the parameter.
   void begin_forward();
   void end_forward();
+  // An exception left the forward. The next one cleans up: what it needs may
+  // come from the peer that failed.
+  void forward_failed() noexcept;
 
   // --- gradients
   void on_gradients(Unit& unit, std::vector<at::Tensor>&& gradients);
@@ -115,6 +118,7 @@ class ShardedState final : public BackwardObserver,
   // A forward scope was opened with gradients on; parts of it, as a frozen
   // tower, may run without.
   bool in_training_forward_ = false;
+  bool forward_failed_ = false;
   // In the backward that is under way:
   bool sink_ran_ = false;
   bool touched_ = false;

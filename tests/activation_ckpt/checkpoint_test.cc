@@ -197,6 +197,60 @@ TEST(CheckpointTest, ExceptionInTheRecomputeLeavesTheNextStepGood) {
   expect_equal(mlp, plain);
 }
 
+// After a region, also one that failed, autograd keeps tensors by itself again:
+// nothing of this function runs in backward.
+TEST(CheckpointTest, LeavesNoHooksBehind) {
+  for (bool fails : {false, true}) {
+    int calls = 0;
+    Mlp mlp;
+    auto f = [&](at::Tensor x) {
+      ++calls;
+      const at::Tensor y = mlp(x);
+      if (fails) throw std::runtime_error("in forward");
+      return y;
+    };
+    try {
+      checkpoint(f, data());
+    } catch (const std::runtime_error&) {
+    }
+    mlp(data()).sum().backward();
+    EXPECT_EQ(calls, 1);
+  }
+}
+
+struct SwitchedImpl : torch::nn::Module, Checkpointable<SwitchedImpl> {
+  at::Tensor forward(const at::Tensor& x) {
+    return checkpointed(&SwitchedImpl::run, x);
+  }
+  at::Tensor run(const at::Tensor& x) {
+    ++runs;
+    return x.sin().exp();
+  }
+  int runs = 0;
+};
+
+TEST(CheckpointableTest, RecomputesWhenTurnedOn) {
+  auto model = std::make_shared<SwitchedImpl>();
+  auto all = [](const std::string&, torch::nn::Module&) { return true; };
+  auto runs_of_a_step = [&] {
+    model->runs = 0;
+    model->forward(data().set_requires_grad(true)).sum().backward();
+    return model->runs;
+  };
+  EXPECT_EQ(runs_of_a_step(), 1);
+  EXPECT_EQ(apply_activation_checkpointing(*model, all).value(), 1);
+  EXPECT_EQ(runs_of_a_step(), 2);
+  model->set_activation_checkpointing(false);
+  EXPECT_EQ(runs_of_a_step(), 1);
+}
+
+TEST(CheckpointableTest, NoMatchIsAnError) {
+  TinyTransformerImpl model(2, 6, 13);
+  const auto count = apply_activation_checkpointing(
+      model, [](const std::string&, torch::nn::Module&) { return false; });
+  EXPECT_EQ(count.status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(CheckpointableTest, AddsNoPrefixToNames) {
   TinyTransformerImpl model(2, 6, 13);
   const auto before = model.named_parameters().keys();

@@ -7,6 +7,8 @@
 #include "gtest/gtest.h"
 #include "tests/testing/run_ranks.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/nn/utils/clip_grad.h"
+#include "torch/optim/adamw.h"
 #include "torch/optim/sgd.h"
 
 namespace fullshard {
@@ -28,17 +30,21 @@ FullyShardedModule<Plain> shard(ProcessGroups& groups, at::Tensor value,
       .value();
 }
 
-at::Tensor weight_of(const ShardedModule& sharded) {
-  at::Tensor value;
+std::map<std::string, at::Tensor> state_of(const ShardedModule& sharded) {
+  std::map<std::string, at::Tensor> state;
   EXPECT_TRUE(sharded
                   .full_state_dict(
-                      [&](const std::string&, const at::Tensor& tensor) {
-                        value = tensor.clone();
+                      [&](const std::string& name, const at::Tensor& tensor) {
+                        state[name] = tensor.clone();
                         return absl::OkStatus();
                       },
                       /*all_ranks=*/true)
                   .ok());
-  return value;
+  return state;
+}
+
+at::Tensor weight_of(const ShardedModule& sharded) {
+  return state_of(sharded).at("weight");
 }
 
 // A gradient that is [3, 4, 12] as a whole, so that its norm is 13.
@@ -72,6 +78,7 @@ TEST(ClipGradNormTest, NoShard) {
 
 TEST(ClipGradNormTest, FoldedIntoTheOptimizer) {
   expect_clip(ShardingStrategy::kFullShard, 2, true);
+  expect_clip(ShardingStrategy::kNoShard, 2, true);
 }
 
 TEST(ClipGradNormTest, OtherNorms) {
@@ -101,6 +108,12 @@ TEST(ClipGradNormTest, NonFiniteOnOneRankIsNonFiniteOnAll) {
     gradient[7] = std::numeric_limits<float>::infinity();  // Rank 1's.
     sharded(gradient).backward();
     EXPECT_TRUE(std::isinf(sharded.clip_grad_norm(1)));
+    sharded.zero_grad();
+    gradient[7] = std::numeric_limits<float>::quiet_NaN();
+    sharded(gradient).backward();
+    EXPECT_TRUE(std::isnan(sharded.clip_grad_norm(1)));
+    EXPECT_TRUE(std::isnan(
+        sharded.clip_grad_norm(1, std::numeric_limits<double>::infinity())));
   });
 }
 
@@ -117,18 +130,73 @@ TEST(ShardedAdamWTest, DecayFollowsTheOriginalShape) {
     ShardedAdamW optimizer(sharded, options);
     (sharded(at::zeros({2, 5})) * 0).sum().backward();  // Zero gradients.
     optimizer.step();
-    std::map<std::string, at::Tensor> state;
-    ASSERT_TRUE(sharded
-                    .full_state_dict(
-                        [&](const std::string& name, const at::Tensor& tensor) {
-                          state[name] = tensor.clone();
-                          return absl::OkStatus();
-                        },
-                        true)
-                    .ok());
+    auto state = state_of(sharded);
     EXPECT_TRUE(at::allclose(state["weight"], weight * (1 - 0.1 * 0.5)));
     EXPECT_TRUE(state["bias"].equal(bias));
   });
+}
+
+struct Mlp : torch::nn::Module {
+  Mlp() {
+    at::manual_seed(3);
+    up = register_module("up", torch::nn::Linear(5, 7));
+    down = register_module("down", torch::nn::Linear(7, 3));
+    scale = register_parameter("scale", at::ones({3}));
+  }
+  at::Tensor forward(at::Tensor x) {
+    return (down(at::tanh(up(x))) * scale).pow(2).mean();
+  }
+  torch::nn::Linear up{nullptr}, down{nullptr};
+  at::Tensor scale;
+};
+
+// Clipped in some steps and not in others, at a rate that changes.
+TEST(ShardedAdamWTest, EqualsTorchAdamWFor20Steps) {
+  for (int num_ranks : {1, 2, 3}) {
+    testing::run_ranks(num_ranks, [](ProcessGroups& groups) {
+      Mlp plain;
+      std::vector<at::Tensor> decayed, others;
+      for (auto& p : plain.parameters()) {
+        (p.dim() > 1 ? decayed : others).push_back(p);
+      }
+      using Torch = torch::optim::AdamWOptions;
+      std::vector<torch::optim::OptimizerParamGroup> by_decay;
+      by_decay.emplace_back(decayed,
+                            std::make_unique<Torch>(Torch().weight_decay(0.3)));
+      by_decay.emplace_back(others,
+                            std::make_unique<Torch>(Torch().weight_decay(0)));
+      torch::optim::AdamW expected(by_decay);
+      ShardOptions shard_options;
+      shard_options.wrap_policy = module_type<torch::nn::LinearImpl>();
+      auto sharded =
+          fully_shard(std::make_shared<Mlp>(), groups, shard_options).value();
+      AdamWOptions options;
+      options.weight_decay = 0.3;
+      ShardedAdamW optimizer(sharded, options);
+      for (int step = 0; step < 20; ++step) {
+        const double lr = 0.01 / (1 + step);
+        for (auto& group : expected.param_groups()) group.options().set_lr(lr);
+        optimizer.set_lr(lr);
+        const at::Tensor x = at::arange(10, at::kFloat).view({2, 5}) - step;
+        expected.zero_grad();
+        optimizer.zero_grad();
+        plain.forward(x).backward();
+        sharded(x).backward();
+        const double max_norm = step % 3 == 0 ? 1e9 : 0.1;
+        EXPECT_NEAR(
+            sharded.clip_grad_norm(max_norm),
+            torch::nn::utils::clip_grad_norm_(plain.parameters(), max_norm),
+            1e-4);
+        expected.step();
+        optimizer.step();
+      }
+      for (auto& [name, value] : state_of(sharded)) {
+        EXPECT_TRUE(
+            at::allclose(value, plain.named_parameters()[name], 1e-5, 1e-6))
+            << name;
+      }
+    });
+  }
 }
 
 TEST(ShardedAdamWTest, ParametersWithoutGradientStay) {

@@ -48,25 +48,42 @@ struct Buffered : torch::nn::Module {
 };
 
 TEST(MixedPrecisionTest, DtypesInForwardAndExactValuesInTheStateDict) {
-  testing::run_ranks(2, [](ProcessGroups& groups) {
-    at::manual_seed(1);
-    auto model = std::make_shared<Buffered>();
-    const at::Tensor weight = model->linear->weight.detach().clone();
+  for (at::ScalarType half : {at::kBFloat16, at::kHalf}) {
+    testing::run_ranks(2, [half](ProcessGroups& groups) {
+      at::manual_seed(1);
+      auto model = std::make_shared<Buffered>();
+      const at::Tensor weight = model->linear->weight.detach().clone();
+      ShardOptions options;
+      options.mixed_precision.param_dtype = half;
+      options.mixed_precision.buffer_dtype = half;
+      options.mixed_precision.output_dtype = at::kFloat;
+      auto sharded = fully_shard(model, groups, options).value();
+      const at::Tensor y = sharded(at::ones({4, 4}));
+      EXPECT_EQ(y.scalar_type(), at::kFloat);
+      // BatchNorm stays as it is.
+      EXPECT_EQ(model->dtypes,
+                (std::vector<at::ScalarType>{half, half, at::kFloat, at::kFloat,
+                                             half, at::kLong}));
+      y.sum().backward();
+      auto state = state_of(sharded);
+      EXPECT_TRUE(state["linear.weight"].equal(weight));
+      EXPECT_EQ(state["norm.running_mean"].scalar_type(), at::kFloat);
+      EXPECT_EQ(state["norm.num_batches_tracked"].item<int64_t>(), 1);
+      EXPECT_TRUE(state["exact"].equal(at::full({2}, 1 + 1.0 / 1024)));
+      EXPECT_EQ(state["count"].item<int64_t>(), 7);
+    });
+  }
+}
+
+TEST(MixedPrecisionTest, InputsStayAsTheyAreOnRequest) {
+  testing::run_ranks(1, [](ProcessGroups& groups) {
     ShardOptions options;
     options.mixed_precision.param_dtype = at::kBFloat16;
-    options.mixed_precision.buffer_dtype = at::kBFloat16;
-    options.mixed_precision.output_dtype = at::kFloat;
+    options.mixed_precision.cast_forward_inputs = false;
+    auto model = std::make_shared<Buffered>();
     auto sharded = fully_shard(model, groups, options).value();
-    const at::Tensor y = sharded(at::ones({4, 4}));
-    EXPECT_EQ(y.scalar_type(), at::kFloat);
-    // BatchNorm stays as it is.
-    EXPECT_EQ(model->dtypes, (std::vector<at::ScalarType>{
-                                 at::kBFloat16, at::kBFloat16, at::kFloat,
-                                 at::kFloat, at::kBFloat16, at::kLong}));
-    auto state = state_of(sharded);
-    EXPECT_TRUE(state["linear.weight"].equal(weight));
-    EXPECT_TRUE(state["exact"].equal(at::full({2}, 1 + 1.0 / 1024)));
-    EXPECT_EQ(state["count"].item<int64_t>(), 7);
+    EXPECT_ANY_THROW(sharded(at::ones({4, 4})));  // fp32 times bf16.
+    EXPECT_EQ(model->dtypes[0], at::kFloat);
   });
 }
 
@@ -140,16 +157,29 @@ struct Mixed : torch::nn::Module {
   torch::nn::Linear base{nullptr}, adapter{nullptr};
 };
 
-TEST(MixedPrecisionTest, FrozenBf16BaseWithFp32AdapterInOneUnit) {
+TEST(MixedPrecisionTest, FrozenBf16BaseWithFp32AdapterTrainsLikeUnsharded) {
   testing::run_ranks(2, [](ProcessGroups& groups) {
     at::manual_seed(1);
+    auto plain = std::make_shared<Mixed>();
+    at::manual_seed(1);
     auto sharded = fully_shard(std::make_shared<Mixed>(), groups).value();
-    sharded(at::ones({2, 4})).sum().backward();
-    EXPECT_NEAR(sharded.clip_grad_norm(1e9), std::sqrt(4 * 4 * 4 + 4 * 4),
-                1e-4);
+    for (int step = 0; step < 3; ++step) {
+      plain->zero_grad();
+      sharded.zero_grad();
+      plain->forward(at::ones({2, 4})).pow(2).sum().backward();
+      sharded(at::ones({2, 4})).pow(2).sum().backward();
+      at::NoGradGuard no_grad;
+      for (auto& p : plain->adapter->parameters()) p.sub_(p.grad(), 0.01);
+      for (const LocalParameter& local : sharded.named_local_parameters()) {
+        local.tensor.sub_(local.tensor.grad(), 0.01);
+      }
+    }
     auto state = state_of(sharded);
-    EXPECT_EQ(state["base.weight"].scalar_type(), at::kBFloat16);
-    EXPECT_EQ(state["adapter.weight"].scalar_type(), at::kFloat);
+    for (auto& item : plain->named_parameters()) {
+      EXPECT_EQ(state[item.key()].scalar_type(), item.value().scalar_type());
+      EXPECT_TRUE(at::allclose(state[item.key()], item.value(), 1e-5, 1e-6))
+          << item.key();
+    }
   });
 }
 
@@ -161,6 +191,25 @@ TEST(MixedPrecisionTest, CastsTensorsInsideNestedInputs) {
   EXPECT_EQ(std::get<0>(value).scalar_type(), at::kBFloat16);
   EXPECT_EQ(std::get<1>(value)[0].scalar_type(), at::kLong);
   EXPECT_EQ(std::get<2>(value)[1].scalar_type(), at::kBFloat16);
+}
+
+struct Batch {
+  at::Tensor image;
+  std::vector<at::Tensor> masks;
+};
+template <class F>
+void for_each_tensor(Batch& batch, F&& f) {
+  f(batch.image);
+  for (at::Tensor& mask : batch.masks) f(mask);
+}
+
+TEST(MixedPrecisionTest, CastsTensorsInsideAStruct) {
+  std::vector<Batch> batches = {
+      {at::ones({1}), {at::ones({1}), at::ones({1}, at::kBool)}}};
+  cast_floating(batches, at::kHalf);
+  EXPECT_EQ(batches[0].image.scalar_type(), at::kHalf);
+  EXPECT_EQ(batches[0].masks[0].scalar_type(), at::kHalf);
+  EXPECT_EQ(batches[0].masks[1].scalar_type(), at::kBool);
 }
 
 TEST(MixedPrecisionTest, RefusesADtypeThatIsNotFloating) {

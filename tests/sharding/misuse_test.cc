@@ -52,11 +52,14 @@ Sharded shard(ProcessGroups& groups,
 
 at::Tensor input() { return at::ones({4, 6}); }
 
-void good_step(const Sharded& sharded) {
+// Returns the norm of the gradient.
+double good_step(const Sharded& sharded) {
   Sharded s = sharded;
   s.zero_grad();
   s(input()).sum().backward();
-  EXPECT_GT(s.clip_grad_norm(1e9), 0);
+  const double norm = s.clip_grad_norm(1e9);
+  EXPECT_GT(norm, 0);
+  return norm;
 }
 
 // The message of what `f` throws; empty if nothing.
@@ -133,7 +136,7 @@ TEST(MisuseTest, TorchSave) {
         std::ostringstream out;
         archive.save_to(out);
       },
-      "is sharded");
+      "unit 'l0' is sharded");
 }
 
 TEST(MisuseTest, TorchClipGradNorm) {
@@ -269,24 +272,46 @@ struct Bomb : torch::autograd::Function<Bomb> {
   }
 };
 
-TEST(MisuseTest, StepAfterAnExceptionInBackward) {
-  testing::run_ranks(2, [](ProcessGroups& groups) {
-    Sharded sharded = shard(groups);
-    good_step(sharded);
-    EXPECT_THAT(
-        message_of([&] { Bomb::apply(sharded(input())).sum().backward(); }),
-        HasSubstr("bomb"));
-    for (const UnitInfo& unit : sharded.units()) EXPECT_FALSE(unit.unsharded);
-    good_step(sharded);
+// A step after `failure` has the gradient of a step before it.
+void expect_good_step_after(const std::function<void(Sharded&)>& failure) {
+  testing::run_ranks(2, [&](ProcessGroups& groups) {
+    const double expected = good_step(shard(groups));
+    for (bool in_first_step : {true, false}) {
+      Sharded sharded = shard(groups);
+      if (!in_first_step) good_step(sharded);
+      EXPECT_ANY_THROW(failure(sharded));
+      EXPECT_EQ(good_step(sharded), expected);
+      EXPECT_EQ(good_step(sharded), expected);
+      for (const UnitInfo& unit : sharded.units()) EXPECT_FALSE(unit.unsharded);
+    }
+  });
+}
+
+TEST(MisuseTest, StepAfterAnExceptionBeforeBackwardReachesAUnit) {
+  expect_good_step_after(
+      [](Sharded& s) { Bomb::apply(s(input())).sum().backward(); });
+}
+
+TEST(MisuseTest, StepAfterAnExceptionInTheMiddleOfBackward) {
+  expect_good_step_after([](Sharded& s) {
+    auto& layers = s.module()->layers;
+    layers[0]((Bomb::apply(layers[1](layers[2](input()))))).sum().backward();
   });
 }
 
 TEST(MisuseTest, StepAfterAnExceptionInForward) {
-  testing::run_ranks(2, [](ProcessGroups& groups) {
-    Sharded sharded = shard(groups);
-    good_step(sharded);
-    EXPECT_NE(message_of([&] { sharded(at::ones({4, 5})); }), "");
-    good_step(sharded);
+  expect_good_step_after([](Sharded& s) { s(at::ones({4, 5})); });
+}
+
+TEST(MisuseTest, StepAfterAnExceptionInTheMiddleOfForward) {
+  expect_good_step_after([](Sharded& s) {
+    s.call(
+        [&](at::Tensor x) -> at::Tensor {
+          s.module()->layers[0](x);
+          s.module()->layers[1](x);
+          throw std::runtime_error("bomb");
+        },
+        input());
   });
 }
 
@@ -301,20 +326,32 @@ TEST(MisuseTest, InferenceModeBeforeTraining) {
   });
 }
 
+// Units that a forward left unsharded hold old values after a step.
 TEST(MisuseTest, StaleCopyAfterAStepIsImpossible) {
   testing::run_ranks(2, [](ProcessGroups& groups) {
-    Sharded sharded = shard(groups);
-    std::vector<at::Tensor> locals;
-    for (const LocalParameter& local : sharded.named_local_parameters()) {
-      locals.push_back(local.tensor);
-    }
-    torch::optim::SGD sgd(locals, 0.5);
-    ShardedAdamW adamw(sharded);
-    for (int kind = 0; kind < 2; ++kind) {
+    for (bool torch_optim : {false, true}) {
+      Sharded sharded = shard(groups);
+      at::manual_seed(2);
+      Mlp plain;
+      std::vector<at::Tensor> locals;
+      for (const LocalParameter& local : sharded.named_local_parameters()) {
+        locals.push_back(local.tensor);
+      }
+      torch::optim::SGD sgd(locals, 0.5), plain_sgd(plain.parameters(), 0.5);
+      AdamWOptions options;
+      options.eps = 1;
+      ShardedAdamW adamw(sharded, options);
       good_step(sharded);
-      const at::Tensor before = sharded(input());  // Leaves units unsharded.
-      kind == 0 ? adamw.step() : (void)sgd.step();
-      EXPECT_FALSE(sharded(input()).equal(before));
+      plain.forward(input()).sum().backward();
+      const at::Tensor before = sharded(input());
+      if (torch_optim) {
+        sgd.step(), plain_sgd.step();
+        EXPECT_TRUE(at::allclose(sharded(input()), plain.forward(input())));
+      } else {
+        adamw.step();
+        EXPECT_FALSE(sharded(input()).equal(before));
+        EXPECT_FALSE(sharded.module()->forward(input()).equal(before));
+      }
     }
   });
 }

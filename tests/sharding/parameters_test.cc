@@ -148,6 +148,15 @@ TEST(ParametersTest, TiedInsideAUnitStaysTied) {
   }
 }
 
+TEST(ParametersTest, EachTiedNameIsInTheStateDict) {
+  testing::run_ranks(1, [](ProcessGroups& groups) {
+    auto sharded = fully_shard(std::make_shared<TiedAcross>(), groups).value();
+    EXPECT_THAT(sharded.state_dict_names(),
+                ::testing::ElementsAre("embed.weight", "head.weight"));
+    EXPECT_EQ(sharded.named_local_parameters().size(), 1u);
+  });
+}
+
 TEST(ParametersTest, TiedAcrossUnitsIsHoistedAndStaysTied) {
   testing::run_ranks(2, [](ProcessGroups& groups) {
     ShardOptions options;
@@ -200,6 +209,47 @@ TEST(ParametersTest, LoadNamesAMissingKeyAndAWrongShape) {
                     })
                 .message()),
         HasSubstr("parameter 'scalar': expected shape [], got [2, 9]"));
+  });
+}
+
+// Trainable parameters of two dtypes in one unit: each keeps its own.
+struct TwoDtypes : torch::nn::Module {
+  TwoDtypes() {
+    at::manual_seed(1);
+    half = register_parameter("half", at::randn({3, 4}).to(at::kBFloat16));
+    full = register_parameter("full", at::randn({4}));
+  }
+  at::Tensor forward(at::Tensor x) {
+    return (half.to(at::kFloat) * full * x).sum();
+  }
+  at::Tensor half, full;
+};
+
+TEST(ParametersTest, TrainableParametersOfTwoDtypesInOneUnit) {
+  testing::run_ranks(2, [](ProcessGroups& groups) {
+    TwoDtypes plain;
+    auto sharded = fully_shard(std::make_shared<TwoDtypes>(), groups).value();
+    const at::Tensor x = at::arange(12, at::kFloat).view({3, 4});
+    plain.forward(x).backward();
+    sharded(x).backward();
+    at::NoGradGuard no_grad;
+    for (auto& p : plain.parameters()) p.sub_(p.grad(), 0.125);
+    for (const LocalParameter& local : sharded.named_local_parameters()) {
+      local.tensor.sub_(local.tensor.grad(), 0.125);
+    }
+    const State state = state_of(sharded);
+    EXPECT_TRUE(state.at("half").equal(plain.half));
+    EXPECT_TRUE(at::allclose(state.at("full"), plain.full));
+  });
+}
+
+TEST(ParametersTest, TrainableComplexParameterIsAnError) {
+  testing::run_ranks(1, [](ProcessGroups& groups) {
+    torch::nn::Linear linear(2, 2);
+    linear->to(at::kComplexFloat);
+    EXPECT_THAT(std::string(fully_shard(linear, groups).status().message()),
+                HasSubstr("parameter 'weight': trainable parameters must be "
+                          "real floating tensors"));
   });
 }
 

@@ -2,6 +2,7 @@
 // module, whatever a user does between forward and backward.
 
 #include <functional>
+#include <map>
 #include <memory>
 
 #include "ATen/ATen.h"
@@ -34,11 +35,31 @@ struct Stock : nn::Module {
 
 using Loss = std::function<void(const std::function<at::Tensor(at::Tensor)>&)>;
 
-// Makes the module twice from one seed, shards one and compares gradients. All
-// ranks see the same data, so the mean is the gradient itself.
+// The parameters and buffers after p -= gradient: shows each gradient at its
+// place.
+std::map<std::string, at::Tensor> after_unit_step(ShardedModule& sharded) {
+  at::NoGradGuard no_grad;
+  for (const LocalParameter& local : sharded.named_local_parameters()) {
+    if (local.tensor.grad().defined()) local.tensor.sub_(local.tensor.grad());
+  }
+  std::map<std::string, at::Tensor> state;
+  EXPECT_TRUE(sharded
+                  .full_state_dict(
+                      [&](const std::string& name, const at::Tensor& tensor) {
+                        state[name] = tensor.clone();
+                        return absl::OkStatus();
+                      },
+                      /*all_ranks=*/true)
+                  .ok());
+  return state;
+}
+
+// Makes the module twice from one seed, shards one and compares gradients, over
+// one and two ranks. All ranks see the same data, so the mean is the gradient
+// itself.
 template <class Make>
-void expect_equal_gradients(Make make, const Loss& train, int num_ranks) {
-  testing::run_ranks(num_ranks, [&](ProcessGroups& groups) {
+void expect_equal_gradients(Make make, const Loss& train) {
+  auto compare = [&](ProcessGroups& groups) {
     at::manual_seed(5);
     auto plain = make();
     at::manual_seed(5);
@@ -49,31 +70,31 @@ void expect_equal_gradients(Make make, const Loss& train, int num_ranks) {
     });
     auto sharded = fully_shard(model, groups, options);
     ASSERT_TRUE(sharded.ok()) << sharded.status();
-    at::manual_seed(9);
-    train([&](at::Tensor x) { return plain->forward(x); });
-    for (int step = 0; step < 2; ++step) {  // The second prefetches.
+    for (int step = 0; step < 3; ++step) {  // The last prefetches.
+      plain->zero_grad();
       sharded->zero_grad();
+      at::manual_seed(9);
+      train([&](at::Tensor x) { return plain->forward(x); });
       at::manual_seed(9);
       train([&](at::Tensor x) { return (*sharded)(x); });
     }
-    std::map<std::string, at::Tensor> expected;
-    for (auto& item : plain->named_parameters()) {
-      at::Tensor g = item.value().grad();
-      if (g.defined() && g.is_sparse()) g = g.to_dense();
-      expected[item.key()] = g.defined() ? g : at::zeros_like(item.value());
-    }
-    for (const LocalParameter& local : sharded->named_local_parameters()) {
-      const at::Tensor whole = expected.at(local.name).reshape(-1);
-      const at::Tensor got = local.tensor.grad();
-      ASSERT_TRUE(got.defined()) << local.name;
-      bool found = false;  // A rank owns a run of consecutive elements.
-      for (int64_t i = 0; i + got.numel() <= whole.numel() && !found; ++i) {
-        found = at::allclose(whole.narrow(0, i, got.numel()), got, 1e-5, 1e-6);
-      }
-      EXPECT_TRUE(found) << local.name;
-    }
     for (const UnitInfo& unit : sharded->units()) EXPECT_FALSE(unit.unsharded);
-  });
+    const auto state = after_unit_step(*sharded);
+    at::NoGradGuard no_grad;
+    for (auto& item : plain->named_parameters()) {
+      at::Tensor expected = item.value().detach().clone();
+      at::Tensor gradient = item.value().grad();
+      if (gradient.defined()) expected.sub_(gradient.to_dense());
+      EXPECT_TRUE(at::allclose(state.at(item.key()), expected, 1e-5, 1e-6))
+          << item.key();
+    }
+    for (auto& item : plain->named_buffers()) {
+      EXPECT_TRUE(at::allclose(state.at(item.key()), item.value(), 1e-5, 1e-6))
+          << item.key();
+    }
+  };
+  testing::run_ranks(1, compare);
+  testing::run_ranks(2, compare);
 }
 
 const Loss kSquare = [](const auto& forward) {
@@ -172,99 +193,79 @@ auto views() {
 }
 
 TEST(StockModulesTest, TransformerEncoder) {
-  expect_equal_gradients(transformer, kSquare, 1);
-  expect_equal_gradients(transformer, kSquare, 2);
+  expect_equal_gradients(transformer, kSquare);
 }
 
-TEST(StockModulesTest, Lstm) { expect_equal_gradients(recurrent, kSquare, 2); }
+TEST(StockModulesTest, Lstm) { expect_equal_gradients(recurrent, kSquare); }
 
 TEST(StockModulesTest, ConvolutionWithBatchNorm) {
-  expect_equal_gradients(convolution, kSquare, 2);
+  expect_equal_gradients(convolution, kSquare);
 }
 
 TEST(StockModulesTest, MultiheadAttention) {
-  expect_equal_gradients(attention, kSquare, 2);
+  expect_equal_gradients(attention, kSquare);
 }
 
 TEST(StockModulesTest, DenseEmbeddingUsedTwice) {
-  expect_equal_gradients([] { return tied_embedding(false); }, kSquare, 2);
+  expect_equal_gradients([] { return tied_embedding(false); }, kSquare);
 }
 
 TEST(StockModulesTest, SparseEmbeddingUsedTwice) {
-  expect_equal_gradients([] { return tied_embedding(true); }, kSquare, 2);
+  expect_equal_gradients([] { return tied_embedding(true); }, kSquare);
 }
 
 TEST(StockModulesTest, ViewsAndOperatorsOverSeveralUnits) {
-  expect_equal_gradients(views, kSquare, 1);
-  expect_equal_gradients(views, kSquare, 2);
+  expect_equal_gradients(views, kSquare);
 }
 
 TEST(StockModulesTest, TwoForwardsOneBackward) {
-  expect_equal_gradients(
-      attention,
-      [](const auto& forward) {
-        const at::Tensor a = forward(at::randn({4, 2, 6}));
-        (a + forward(at::randn({4, 2, 6}))).sum().backward();
-      },
-      2);
+  expect_equal_gradients(attention, [](const auto& forward) {
+    const at::Tensor a = forward(at::randn({4, 2, 6}));
+    (a + forward(at::randn({4, 2, 6}))).sum().backward();
+  });
 }
 
 TEST(StockModulesTest, ForwardOfForward) {
-  expect_equal_gradients(
-      attention,
-      [](const auto& forward) {
-        forward(forward(at::randn({4, 2, 6}))).sum().backward();
-      },
-      2);
+  expect_equal_gradients(attention, [](const auto& forward) {
+    forward(forward(at::randn({4, 2, 6}))).sum().backward();
+  });
 }
 
 TEST(StockModulesTest, BackwardTwiceOnARetainedGraph) {
-  expect_equal_gradients(
-      recurrent,
-      [](const auto& forward) {
-        at::Tensor loss = forward(at::randn({4, 2, 6})).sum();
-        loss.backward({}, /*retain_graph=*/true);
-        loss.backward();
-      },
-      2);
+  expect_equal_gradients(recurrent, [](const auto& forward) {
+    at::Tensor loss = forward(at::randn({4, 2, 6})).sum();
+    loss.backward({}, /*retain_graph=*/true);
+    loss.backward();
+  });
 }
 
 TEST(StockModulesTest, GradientPenalty) {
-  expect_equal_gradients(
-      convolution,
-      [](const auto& forward) {
-        at::Tensor x = at::randn({4, 2, 6}).set_requires_grad(true);
-        at::Tensor y = forward(x).pow(2).sum();
-        const at::Tensor g = torch::autograd::grad(
-            {y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
-        (g.pow(2).sum() + y).backward();
-      },
-      2);
+  expect_equal_gradients(convolution, [](const auto& forward) {
+    at::Tensor x = at::randn({4, 2, 6}).set_requires_grad(true);
+    at::Tensor y = forward(x).pow(2).sum();
+    const at::Tensor g = torch::autograd::grad(
+        {y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    (g.pow(2).sum() + y).backward();
+  });
 }
 
 TEST(StockModulesTest, GradientOfInputsBeforeBackward) {
-  expect_equal_gradients(
-      attention,
-      [](const auto& forward) {
-        at::Tensor x = at::randn({4, 2, 6}).set_requires_grad(true);
-        at::Tensor y = forward(x).pow(2).sum();
-        torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true);
-        y.backward();
-      },
-      2);
+  expect_equal_gradients(attention, [](const auto& forward) {
+    at::Tensor x = at::randn({4, 2, 6}).set_requires_grad(true);
+    at::Tensor y = forward(x).pow(2).sum();
+    torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true);
+    y.backward();
+  });
 }
 
 TEST(StockModulesTest, LstmInsideACheckpoint) {
-  expect_equal_gradients(
-      recurrent,
-      [](const auto& forward) {
-        checkpoint([forward](at::Tensor x) { return forward(x); },
-                   at::randn({4, 2, 6}))
-            .pow(2)
-            .mean()
-            .backward();
-      },
-      2);
+  expect_equal_gradients(recurrent, [](const auto& forward) {
+    checkpoint([forward](at::Tensor x) { return forward(x); },
+               at::randn({4, 2, 6}))
+        .pow(2)
+        .mean()
+        .backward();
+  });
 }
 
 }  // namespace
