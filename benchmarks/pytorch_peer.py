@@ -115,6 +115,17 @@ def shard(mode, model, world):
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
 
 
+def gradient_norm(net):
+    """Of the whole gradient: tells a mean from a sum, which losses do not."""
+    total = torch.zeros((), dtype=torch.float64)
+    for p in net.parameters():
+        if p.grad is not None:
+            grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            total += grad.double().square().sum()
+    dist.all_reduce(total)
+    return total.sqrt().item()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", choices=["fsdp1", "fsdp1_flat", "fsdp2"])
@@ -136,6 +147,8 @@ def main():
         start = time.perf_counter()
         loss = net(*sample(step, rank, world, a.tokens))
         loss.backward()
+        if step == 0:
+            norm = gradient_norm(net)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
@@ -149,6 +162,7 @@ def main():
             "tokens": a.tokens, "torch": torch.__version__,
             "step_ms": {"median": sorted(times)[len(times) // 2] * 1e3,
                         "min": min(times) * 1e3, "n": len(times)},
+            "grad_norm0": round(norm, 6),
             "losses": [round(x, 5) for x in (mean / world).tolist()]}),
             flush=True)
     dist.barrier()

@@ -1,7 +1,9 @@
 // Host cost of sharding per unit and step: forward and backward of twelve units
 // of nine small parameters, plain and sharded over a group of eight whose
 // collectives do nothing. The difference, divided by the units, is what a unit
-// costs: compare the counter per_unit of the two.
+// costs: compare the counter per_unit of the two. In the same way per_tensor is
+// what autograd pays to save and unpack a tensor that belongs to no unit,
+// before and after the engine with our hooks is installed.
 
 #include <benchmark/benchmark.h>
 
@@ -9,7 +11,9 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/linear.h"
 #include "ATen/ops/ones.h"
+#include "ATen/ops/sigmoid.h"
 #include "fullshard/core/process_groups.h"
+#include "fullshard/core/saved_tensor_hooks.h"
 #include "fullshard/core/single_backend.h"
 #include "fullshard/sharding/fully_shard.h"
 
@@ -93,6 +97,26 @@ void count_units(benchmark::State& state) {
       benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
 }
 
+// A chain of operators that save one tensor each.
+void save_tensors(benchmark::State& state) {
+  constexpr int kTensors = 100;
+  at::set_num_threads(1);
+  const at::Tensor x = at::ones({1, kWidth}).set_requires_grad(true);
+  for (auto _ : state) {
+    at::Tensor y = x;
+    for (int i = 0; i < kTensors; ++i) y = at::sigmoid(y);
+    y.sum().backward();
+    x.mutable_grad() = at::Tensor();
+  }
+  state.counters["per_tensor"] = benchmark::Counter(
+      static_cast<double>(state.iterations()) * kTensors,
+      benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
+}
+
+// Before any benchmark that shards: the engine stays installed.
+void BM_SavedTensor_Plain(benchmark::State& state) { save_tensors(state); }
+BENCHMARK(BM_SavedTensor_Plain);
+
 void BM_Step_Plain(benchmark::State& state) {
   at::set_num_threads(1);
   Net net;
@@ -123,6 +147,12 @@ void BM_Step_Sharded(benchmark::State& state) {
   count_units(state);
 }
 BENCHMARK(BM_Step_Sharded);
+
+void BM_SavedTensor_Hooked(benchmark::State& state) {
+  internal::install_engine();
+  save_tensors(state);
+}
+BENCHMARK(BM_SavedTensor_Hooked);
 
 }  // namespace
 }  // namespace fullshard
