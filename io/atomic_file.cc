@@ -13,12 +13,6 @@
 namespace fullshard {
 namespace {
 
-std::string temporary_name(const std::string& path) {
-  static std::atomic<int> counter{0};
-  return absl::StrCat(parent_directory(path), "/.", base_name(path), ".",
-                      ::getpid(), "-", counter.fetch_add(1), ".tmp");
-}
-
 bool is_directory(const std::string& path) {
   struct stat info;
   return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
@@ -38,6 +32,12 @@ absl::Status rename_durably(const std::string& from, const std::string& to,
 }
 
 }  // namespace
+
+std::string temporary_name(const std::string& path) {
+  static std::atomic<int> counter{0};
+  return absl::StrCat(parent_directory(path), "/.", base_name(path), ".",
+                      ::getpid(), "-", counter.fetch_add(1), ".tmp");
+}
 
 absl::StatusOr<std::unique_ptr<AtomicFile>> AtomicFile::create(
     const std::string& path, FileSystem& file_system) {

@@ -27,7 +27,7 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   const std::string& path() const { return path_; }
-  ByteSink& sink() { return sink_; }
+  FileSink& sink() { return sink_; }
 
   // Syncs the file, renames it and syncs the folder. At most once.
   // Errors: any of these steps failed; only if the last one did, `path` may
@@ -47,6 +47,10 @@ class AtomicFile {
   FileSink sink_;
   bool open_ = true;
 };
+
+// A hidden name beside `path` that this process did not use before:
+// `.<name>.<pid>-<n>.tmp`.
+std::string temporary_name(const std::string& path);
 
 // Makes `path` a symbolic link to `target`, replacing a file or link there
 // atomically.

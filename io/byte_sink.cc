@@ -31,11 +31,22 @@ absl::Status FileSink::append(const void* data, size_t size) {
     return absl::FailedPreconditionError("write to closed file " + path_);
   }
   const char* bytes = static_cast<const char*>(data);
+  position_ += static_cast<int64_t>(size);
   if (buffer_.size() + size > kBufferBytes) {
     FS_RETURN_IF_ERROR(flush());
     if (size >= kBufferBytes / 2) return write_all(bytes, size);
   }
   buffer_.insert(buffer_.end(), bytes, bytes + size);
+  return absl::OkStatus();
+}
+
+absl::Status FileSink::seek(int64_t offset) {
+  if (offset == position_) return absl::OkStatus();
+  FS_RETURN_IF_ERROR(flush());
+  if (::lseek(fd_, offset, SEEK_SET) < 0) {
+    return file_error(-errno, "seek in", path_);
+  }
+  position_ = written_bytes_ = write_back_bytes_ = offset;
   return absl::OkStatus();
 }
 

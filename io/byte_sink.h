@@ -40,6 +40,8 @@ class FileSink : public ByteSink {
   FileSink& operator=(const FileSink&) = delete;
 
   absl::Status append(const void* data, size_t size) override;
+  // Continues at byte `offset` of the file, which may lie beyond its end.
+  absl::Status seek(int64_t offset);
   // Flushes, fsyncs and closes. A second call does nothing.
   absl::Status close() override;
 
@@ -52,8 +54,9 @@ class FileSink : public ByteSink {
   const std::string path_;
   FileSystem& file_system_;
   std::vector<char> buffer_;
-  int64_t written_bytes_ = 0;
-  int64_t write_back_bytes_ = 0;
+  int64_t position_ = 0;          // of the next append()
+  int64_t written_bytes_ = 0;     // end of what the kernel has
+  int64_t write_back_bytes_ = 0;  // end of what it was told to write back
 };
 
 }  // namespace fullshard

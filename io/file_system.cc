@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -54,6 +55,14 @@ int FileSystem::sync_directory(const std::string& path) {
 
 int FileSystem::remove(const std::string& path) {
   return or_errno(::unlink(path.c_str()));
+}
+
+int FileSystem::create_directory(const std::string& path) {
+  return or_errno(::mkdir(path.c_str(), 0777));
+}
+
+int FileSystem::remove_directory(const std::string& path) {
+  return or_errno(::rmdir(path.c_str()));
 }
 
 absl::Status file_error(int negative_errno, const std::string& action,

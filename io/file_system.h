@@ -28,7 +28,10 @@ class FileSystem {
   virtual int rename(const std::string& from, const std::string& to);
   virtual int symlink(const std::string& target, const std::string& path);
   virtual int sync_directory(const std::string& path);
+  virtual int create_directory(const std::string& path);
   virtual int remove(const std::string& path);
+  // Removes an empty folder.
+  virtual int remove_directory(const std::string& path);
 };
 
 // The Status of a failed call: "cannot <action> <path>: <reason>".

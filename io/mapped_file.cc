@@ -26,24 +26,40 @@ absl::StatusOr<std::shared_ptr<MappedFile>> MappedFile::open(
                   PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
     map_error = data == MAP_FAILED ? -errno : 0;
   }
-  ::close(fd);
-  if (error < 0) return file_error(error, "stat", path);
+  const auto close_with = [fd](absl::Status status) {
+    ::close(fd);
+    return status;
+  };
+  if (error < 0) return close_with(file_error(error, "stat", path));
   if (S_ISDIR(info.st_mode)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " is a folder, expected a file"));
+    return close_with(absl::InvalidArgumentError(
+        absl::StrCat(path, " is a folder, expected a file")));
   }
   if (!S_ISREG(info.st_mode)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " is not a regular file"));
+    return close_with(absl::InvalidArgumentError(
+        absl::StrCat(path, " is not a regular file")));
   }
   if (info.st_size == 0) {
-    return absl::InvalidArgumentError(absl::StrCat(path, " is empty"));
+    return close_with(
+        absl::InvalidArgumentError(absl::StrCat(path, " is empty")));
   }
-  if (map_error < 0) return file_error(map_error, "map", path);
+  if (map_error < 0) return close_with(file_error(map_error, "map", path));
   return std::shared_ptr<MappedFile>(new MappedFile(
-      static_cast<char*>(data), static_cast<size_t>(info.st_size)));
+      path, fd, static_cast<char*>(data), static_cast<size_t>(info.st_size)));
 }
 
-MappedFile::~MappedFile() { ::munmap(data_, size_); }
+MappedFile::~MappedFile() {
+  ::munmap(data_, size_);
+  ::close(fd_);
+}
+
+absl::Status MappedFile::check_whole() const {
+  struct stat info;
+  if (::fstat(fd_, &info) < 0) return file_error(-errno, "stat", path_);
+  if (static_cast<size_t>(info.st_size) >= size_) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat(path_, " was cut short while it was read: ", info.st_size,
+                   " bytes, expected ", size_));
+}
 
 }  // namespace fullshard

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
@@ -12,8 +14,9 @@ namespace fullshard {
 
 // A whole file in memory, copy-on-write: pages are read when touched, and a
 // write to them never reaches the file. A file that another process cuts short
-// while it is mapped ends this process with SIGBUS; files written by AtomicFile
-// are replaced, never cut.
+// while it is mapped ends this process with SIGBUS where the missing part is
+// touched; readers ask check_whole() before they hand out a part. Files
+// written by AtomicFile are replaced, never cut.
 class MappedFile {
  public:
   // Errors: NotFound; InvalidArgument for a folder or an empty file; what the
@@ -29,9 +32,15 @@ class MappedFile {
   size_t size() const { return size_; }
   absl::string_view bytes() const { return {data_, size_}; }
 
- private:
-  MappedFile(char* data, size_t size) : data_(data), size_(size) {}
+  // Errors: DataLoss with the path if the file is shorter now than mapped.
+  absl::Status check_whole() const;
 
+ private:
+  MappedFile(std::string path, int fd, char* data, size_t size)
+      : path_(std::move(path)), fd_(fd), data_(data), size_(size) {}
+
+  const std::string path_;
+  const int fd_;
   char* const data_;
   const size_t size_;
 };

@@ -1,20 +1,14 @@
 #include "fullshard/io/pt_reader.h"
 
-#include <ATen/core/TensorBase.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/Storage.h>
-#include <c10/core/TensorImpl.h>
-
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "fullshard/core/status.h"
+#include "fullshard/io/file_kind.h"
+#include "fullshard/io/mapped_storage.h"
 #include "fullshard/io/pickle_reader.h"
 
 namespace fullshard {
@@ -22,47 +16,21 @@ namespace {
 
 using Bytes = absl::string_view;
 
-// The magic number that torch.save pickled before PyTorch 1.6.
-constexpr Bytes kLegacyMagic("\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19",
-                             12);
-constexpr Bytes kZipMagic("PK\x03\x04", 4);
-constexpr Bytes kEmptyZipMagic("PK\x05\x06", 4);
 constexpr size_t kElementAlignment = 16;
 
 absl::Status recognise(Bytes bytes) {
-  const Bytes start = bytes.substr(0, 4096);
-  if (absl::StartsWith(start, kZipMagic)) return absl::OkStatus();
-  const std::string text = absl::AsciiStrToLower(
-      absl::StripLeadingAsciiWhitespace(start.substr(0, 256)));
-  if (absl::StartsWith(text, "version https://git-lfs")) {
-    return absl::InvalidArgumentError(
-        "a Git-LFS pointer, not the checkpoint itself; fetch it with git lfs");
+  const FileKind kind = file_kind(bytes);
+  switch (kind) {
+    case FileKind::kZip:
+      return absl::OkStatus();
+    case FileKind::kCutZip:
+      return absl::DataLossError(describe(kind));
+    case FileKind::kSafetensors:
+      return absl::InvalidArgumentError(
+          "a safetensors file, expected a .pt file");
+    default:
+      return absl::InvalidArgumentError(describe(kind));
   }
-  if (absl::StartsWith(text, "<!doctype html") ||
-      absl::StartsWith(text, "<html")) {
-    return absl::InvalidArgumentError("a web page (HTML), not a checkpoint");
-  }
-  if (start.size() > 14 && start.substr(2, 12) == kLegacyMagic) {
-    return absl::UnimplementedError(
-        "a checkpoint in the legacy format (before PyTorch 1.6); load it in "
-        "Python and save it again");
-  }
-  if (start.size() > 9 && start[8] == '{' &&
-      start.substr(5, 3) == Bytes("\0\0\0", 3)) {
-    return absl::InvalidArgumentError(
-        "a safetensors file, expected a .pt file");
-  }
-  if (start.size() > 262 && start.substr(257, 5) == "ustar") {
-    return absl::InvalidArgumentError("a tar archive, not a checkpoint");
-  }
-  if (absl::StartsWith(kZipMagic, start)) {
-    return absl::DataLossError("cut short: a few bytes of a checkpoint");
-  }
-  if (absl::StartsWith(start, kEmptyZipMagic)) {
-    return absl::InvalidArgumentError("an empty ZIP archive");
-  }
-  return absl::InvalidArgumentError(
-      "not a checkpoint: it does not start like a ZIP archive");
 }
 
 // "archive/" of "archive/data.pkl".
@@ -105,16 +73,6 @@ absl::StatusOr<PtValue> read_root(const ZipReader& zip,
   }
   FS_ASSIGN_OR_RETURN(std::string pickle, read_entry(zip, prefix + "data.pkl"));
   return read_pickle(std::move(pickle));
-}
-
-void release_mapping(void* context) {
-  delete static_cast<std::shared_ptr<MappedFile>*>(context);
-}
-
-c10::DataPtr copy_aligned(Bytes bytes) {
-  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(bytes.size());
-  std::memcpy(copy.get(), bytes.data(), bytes.size());
-  return copy;
 }
 
 }  // namespace
@@ -163,28 +121,18 @@ absl::StatusOr<c10::Storage> PtReader::storage(const PickledTensor& tensor) {
                                             "\" has ", bytes->size(),
                                             " bytes, expected ", size));
   }
-  char* const data = file_->data() + (bytes->data() - file_->data());
-  const bool is_aligned =
-      reinterpret_cast<uintptr_t>(data) % kElementAlignment == 0;
-  c10::DataPtr pointer =
-      is_aligned ? c10::DataPtr(data, new std::shared_ptr<MappedFile>(file_),
-                                &release_mapping, c10::Device(c10::kCPU))
-                 : copy_aligned(bytes->substr(0, size));
-  c10::Storage storage(c10::Storage::use_byte_size_t(), size,
-                       std::move(pointer));
+  c10::Storage storage =
+      mapped_storage(file_, bytes->substr(0, size), kElementAlignment);
   storages_[tensor.storage_key] = storage;
   return storage;
 }
 
 absl::StatusOr<at::Tensor> PtReader::tensor(const PtValue& value) {
+  FS_RETURN_IF_ERROR(file_->check_whole());
   const PickledTensor pickled = value.as_tensor();
   FS_ASSIGN_OR_RETURN(c10::Storage storage, this->storage(pickled));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(pickled.dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
-      pickled.sizes, pickled.strides, pickled.storage_offset);
-  return tensor;
+  return tensor_view(std::move(storage), pickled.dtype, pickled.sizes,
+                     pickled.strides, pickled.storage_offset);
 }
 
 absl::Status PtReader::verify() const {

@@ -1,10 +1,7 @@
 // Files written here are opened by Python's torch, and the other way round,
 // with every value equal bit for bit. Needs the Python that bazelw sets up.
 
-#include <sys/wait.h>
-
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -14,6 +11,7 @@
 #include "fullshard/io/full_state_dict.h"
 #include "fullshard/io/pt_reader.h"
 #include "fullshard/io/pt_writer.h"
+#include "fullshard/tests/io/python.h"
 #include "fullshard/tests/io/temp_dir.h"
 #include "fullshard/tests/io/tensors.h"
 #include "gtest/gtest.h"
@@ -66,24 +64,6 @@ torch.save({"tensors": out, "scalar": torch.tensor(3), "empty": torch.empty(0, 4
             "step": 7, "nested": {"list": [1, 2.5, "x", None, (True,)]}}, sys.argv[2])
 print("python agrees")
 )";
-
-int run_python(const std::string& script, const std::string& arguments) {
-  const std::string command =
-      absl::StrCat("'", std::getenv("FULLSHARD_TEST_PYTHON"), "' '", script,
-                   "' ", arguments);
-  const int status = std::system(command.c_str());
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-// Prints why and returns false where there is no Python; CI has one.
-bool have_python() {
-  if (std::getenv("FULLSHARD_TEST_PYTHON") != nullptr) return true;
-  std::printf(
-      "INTERCHANGE SKIPPED: FULLSHARD_TEST_PYTHON is not set; run "
-      "./bazelw test once\n");
-  EXPECT_EQ(std::getenv("CI"), nullptr) << "CI must run interchange tests";
-  return false;
-}
 
 std::string python_name(at::ScalarType dtype) {
   switch (dtype) {
