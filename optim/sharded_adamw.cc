@@ -70,6 +70,7 @@ void ShardedAdamW::add_flat(size_t unit, size_t flat_index) {
 void ShardedAdamW::step() {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
+  state_->begin_update();
   std::optional<at::Tensor> grad_scale;  // The kernel divides by it.
   const double scale = std::exchange(state_->pending_gradient_scale, 1);
   if (scale != 1) {
@@ -93,7 +94,6 @@ void ShardedAdamW::step() {
       state_->units()[updated->unit]->flats[updated->flat]->note_update();
     }
   }
-  state_->reshard_all();
 }
 
 void ShardedAdamW::update(const std::vector<FlatState*>& flats, bool decays,

@@ -43,27 +43,9 @@ class CollectiveTransport final : public Transport {
     }
   }
 
-  void acquire_slot(Unit& unit) override {
-    // An enclosing unit stays unsharded while its children run: it gets memory
-    // of its own size, kept for it.
-    const int64_t num_bytes =
-        unit.has_children ? unit.slot_bytes() : slot_bytes_;
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      Slot& slot = slots_[i];
-      if (!slot.used && slot.owner == (unit.has_children ? unit.index : -1)) {
-        return take(unit, i);
-      }
-    }
-    if (!unit.has_children && ++num_leaf_slots_ > expected_slots_) {
-      log_info("slot pool grows to " + std::to_string(num_leaf_slots_) +
-               " slots: unit '" + unit.name + "' is needed beside others");
-    }
-    slots_.push_back({allocate(num_bytes), unit.has_children ? unit.index : -1,
-                      /*used=*/false});
-    take(unit, slots_.size() - 1);
-  }
-
   void start_gather(Unit& unit) override {
+    acquire_slot(unit);
+    unit.write_own_slices();
     if (num_ranks_ == 1) return;
     Gather& gather = gathers_[static_cast<size_t>(unit.index)];
     if (gather.memory != unit.slot.memory) prepare(unit, gather);
@@ -84,7 +66,7 @@ class CollectiveTransport final : public Transport {
     }
   }
 
-  void release_slot(Unit& unit) override {
+  void release(Unit& unit) override {
     slots_[static_cast<size_t>(unit.slot.index)].used = false;
     unit.slot = Unit::Slot();
   }
@@ -158,6 +140,26 @@ class CollectiveTransport final : public Transport {
     at::Tensor shard;
     c10::intrusive_ptr<c10d::Work> work;
   };
+
+  void acquire_slot(Unit& unit) {
+    // An enclosing unit stays unsharded while its children run: it gets memory
+    // of its own size, kept for it.
+    const int64_t num_bytes =
+        unit.has_children ? unit.slot_bytes() : slot_bytes_;
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      Slot& slot = slots_[i];
+      if (!slot.used && slot.owner == (unit.has_children ? unit.index : -1)) {
+        return take(unit, i);
+      }
+    }
+    if (!unit.has_children && ++num_leaf_slots_ > expected_slots_) {
+      log_info("slot pool grows to " + std::to_string(num_leaf_slots_) +
+               " slots: unit '" + unit.name + "' is needed beside others");
+    }
+    slots_.push_back({allocate(num_bytes), unit.has_children ? unit.index : -1,
+                      /*used=*/false});
+    take(unit, slots_.size() - 1);
+  }
 
   at::Tensor allocate(int64_t num_bytes) const {
     c10::InferenceMode ordinary_tensors(false);

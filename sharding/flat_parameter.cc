@@ -9,6 +9,7 @@
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
+#include "c10/core/CPUAllocator.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "torch/csrc/autograd/variable.h"
@@ -170,6 +171,42 @@ void FlatParameter::write_own_slice(char* gathered) const {
       own, {layout_.chunk},
       at::TensorOptions(placement_.device).dtype(placement_.compute_dtype))
       .copy_(master_);
+}
+
+void FlatParameter::share_master(char* gathered, const at::Tensor& memory) {
+  shared_place_ =
+      gathered + padded_bytes() / placement_.num_shards * placement_.shard_rank;
+  std::memcpy(shared_place_, master_.const_data_ptr(), master_.nbytes());
+  c10::StorageImpl* storage =
+      master_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(
+      shared_place_, new at::Tensor(memory),
+      [](void* kept) { delete static_cast<at::Tensor*>(kept); },
+      placement_.device));
+}
+
+void FlatParameter::own_master() {
+  if (shared_place_ != master_.const_data_ptr()) return;
+  c10::DataPtr own = c10::GetCPUAllocator()->allocate(master_.nbytes());
+  std::memcpy(own.get(), shared_place_, master_.nbytes());
+  master_.unsafeGetTensorImpl()
+      ->unsafe_storage()
+      .unsafeGetStorageImpl()
+      ->set_data_ptr_noswap(std::move(own));
+}
+
+bool FlatParameter::owns_master() const {
+  return shared_place_ != nullptr && shared_place_ != master_.const_data_ptr();
+}
+
+bool FlatParameter::master_is_published() const {
+  return !owns_master() || std::memcmp(shared_place_, master_.const_data_ptr(),
+                                       master_.nbytes()) == 0;
+}
+
+void FlatParameter::publish_master() {
+  if (!owns_master()) return;
+  std::memcpy(shared_place_, master_.const_data_ptr(), master_.nbytes());
 }
 
 void FlatParameter::page_in(char* gathered) {
@@ -350,6 +387,7 @@ void FlatParameter::set_local_gradients() {
 const std::vector<FlatParameter::LocalParameter>&
 FlatParameter::local_parameters() {
   if (local_parameters_.empty() && placement_.trainable) {
+    own_master();
     c10::InferenceMode ordinary_tensors(false);
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -77,6 +77,17 @@ class FlatParameter final : public StorageOwner {
   // parameter's shape and any dtype.
   void load(size_t index, const at::Tensor& full);
 
+  // --- shared master shard; see [Note: Shared master shards]
+  // Moves the master shard to its place in the gathered memory, kept alive by
+  // `memory`. Whoever has a view of it sees it move.
+  void share_master(char* gathered, const at::Tensor& memory);
+  // Moves a shared master shard back to memory of this rank's own.
+  void own_master();
+  // Copies a master shard that was moved back to its shared place.
+  void publish_master();
+  // Whether the shared place holds its values.
+  bool master_is_published() const;
+
   // --- gradients
   // Adds (or copies) the gradients `inputs[0..size)`, some undefined, to
   // `buffer`, of layout().padded() elements of `dtype`; gaps become zero.
@@ -98,7 +109,7 @@ class FlatParameter final : public StorageOwner {
     at::Tensor gradient;  // The same elements of the gradient shard.
   };
   // One per parameter of which this rank owns elements; created on first use,
-  // then the same tensors forever.
+  // then the same tensors forever. Takes the master shard out of shared memory.
   const std::vector<LocalParameter>& local_parameters();
 
   const std::vector<OriginalParameter>& parameters() const {
@@ -134,6 +145,7 @@ class FlatParameter final : public StorageOwner {
 
  private:
   void take_parameters();
+  bool owns_master() const;
   void replace_parameter(size_t index);
   std::vector<std::pair<int64_t, int64_t>> gaps() const;
   void set_local_gradients();
@@ -145,6 +157,7 @@ class FlatParameter final : public StorageOwner {
   std::vector<std::vector<int64_t>> strides_;
 
   at::Tensor master_;
+  char* shared_place_ = nullptr;  // Of a master shard that is or was shared.
   at::Tensor gradient_;
   bool has_gradient_ = false;
   std::vector<LocalParameter> local_parameters_;

@@ -193,13 +193,15 @@ std::vector<at::Tensor> ShardedModule::parameters() const {
   std::vector<at::Tensor> shards;
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
-      if (flat->placement().trainable) shards.push_back(flat->master_shard());
+      if (!flat->placement().trainable) continue;
+      flat->own_master();
+      shards.push_back(flat->master_shard());
     }
   }
   return shards;
 }
 
-void ShardedModule::reshard() { state_->reshard_all(); }
+void ShardedModule::reshard() { state_->begin_update(); }
 
 // --- state
 
@@ -262,7 +264,7 @@ absl::Status ShardedModule::load_full_state_dict(
     const std::function<bool(const std::string&)>& names) {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
-  state_->reshard_all();
+  state_->begin_update();
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
       for (size_t i = 0; i < flat->parameters().size(); ++i) {

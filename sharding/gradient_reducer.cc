@@ -25,7 +25,12 @@ GradientReducer::GradientReducer(
 void GradientReducer::reduce(Unit& unit,
                              const std::vector<at::Tensor>& gradients) {
   at::NoGradGuard no_grad;
-  flush();
+  const auto limit =
+      static_cast<size_t>(transport_.max_unfinished_reductions());
+  while (!pending_.empty() &&
+         (pending_.size() >= limit || transport_.reduction_is_ready())) {
+    finish_oldest();
+  }
   char* buffer = transport_.acquire_reduce_buffer(unit);
   const bool kept_some = unit.unreduced_gradients.defined();
   if (kept_some) {
@@ -40,7 +45,7 @@ void GradientReducer::reduce(Unit& unit,
   }
   transport_.start_reduce(unit, kept_some || !gradients.empty());
   unit.reduced_this_backward = true;
-  pending_ = &unit;
+  pending_.push_back(&unit);
 }
 
 void GradientReducer::keep(Unit& unit,
@@ -79,8 +84,12 @@ void GradientReducer::write(Unit& unit,
 }
 
 void GradientReducer::flush() {
-  if (pending_ == nullptr) return;
-  Unit& unit = *std::exchange(pending_, nullptr);
+  while (!pending_.empty()) finish_oldest();
+}
+
+void GradientReducer::finish_oldest() {
+  Unit& unit = *pending_.front();
+  pending_.pop_front();
   if (replicate_group_ && replicate_group_->getSize() > 1) {
     finish_with_replicas(unit);
     return;

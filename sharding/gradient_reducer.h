@@ -1,6 +1,7 @@
 #ifndef FULLSHARD_SHARDING_GRADIENT_REDUCER_H_
 #define FULLSHARD_SHARDING_GRADIENT_REDUCER_H_
 
+#include <deque>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -13,7 +14,7 @@ namespace fullshard::internal {
 // Turns the local gradients of a unit into this rank's gradient shard: the sum
 // over all ranks of the shard and replicate groups, divided by their number.
 //
-// A reduction is finished when the next unit's is started, or by flush(), so
+// A reduction is finished when a later unit's is started, or by flush(), so
 // that a rank does not wait in lock-step for the others.
 class GradientReducer {
  public:
@@ -31,10 +32,11 @@ class GradientReducer {
   // Adds `gradients` to what reduce() will send later, without communication.
   void keep(Unit& unit, const std::vector<at::Tensor>& gradients);
 
-  // Finishes the reduction that is under way.
+  // Finishes the reductions that are under way.
   void flush();
 
  private:
+  void finish_oldest();
   void write(Unit& unit, const std::vector<at::Tensor>& gradients, char* buffer,
              bool accumulate) const;
   void finish_with_replicas(Unit& unit);
@@ -43,7 +45,7 @@ class GradientReducer {
   const double scale_;
   const c10::intrusive_ptr<c10d::Backend> replicate_group_;
   const at::ScalarType reduce_dtype_;
-  Unit* pending_ = nullptr;
+  std::deque<Unit*> pending_;  // Oldest first.
 };
 
 }  // namespace fullshard::internal

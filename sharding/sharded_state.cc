@@ -9,6 +9,7 @@
 #include "c10/core/GradMode.h"
 #include "fullshard/core/shm_backend.h"
 #include "fullshard/core/single_backend.h"
+#include "fullshard/core/watchdog.h"
 #include "torch/csrc/autograd/engine.h"
 #include "torch/csrc/autograd/function.h"
 
@@ -120,6 +121,9 @@ void ShardedState::attach_sinks() {
       num_inputs += static_cast<uint32_t>(flat->parameters().size());
     }
   }
+  for (size_t i = units_.size(); i-- > 0;) {
+    if (units_[i]->trainable()) reduce_order_.push_back(units_[i]->index);
+  }
 }
 
 ShardedState::~ShardedState() {
@@ -199,10 +203,6 @@ void ShardedState::start_gather(Unit& unit) {
     prefetcher_.record(unit.index);
   }
   note_misuse(unit);
-  transport_->acquire_slot(unit);
-  for (size_t i = 0; i < unit.flats.size(); ++i) {
-    unit.flats[i]->write_own_slice(unit.slot.memory + unit.slot_offset(i));
-  }
   unit.gathered_generation = unit.generation();
   transport_->start_gather(unit);
   unit.state = UnitState::kGathering;
@@ -226,7 +226,7 @@ void ShardedState::reshard(Unit& unit) {
   if (unit.state == UnitState::kGathering) transport_->finish_gather(unit);
   note_misuse(unit);
   for (const auto& flat : unit.flats) flat->page_out();
-  transport_->release_slot(unit);
+  transport_->release(unit);
   unit.keeper.reset();
   unit.state = UnitState::kSharded;
   present_.erase(std::find(present_.begin(), present_.end(), &unit));
@@ -236,6 +236,12 @@ void ShardedState::reshard(Unit& unit) {
 void ShardedState::reshard_all() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!present_.empty()) reshard(*present_.back());
+}
+
+void ShardedState::begin_update() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  while (!present_.empty()) reshard(*present_.back());
+  if (transport_->reading()) transport_->leave_reads("reshard");
 }
 
 void ShardedState::prefetch_next() {
@@ -266,6 +272,14 @@ void ShardedState::begin_forward() {
     prefetcher_.restart_recording();
     prefetcher_.begin(Prefetcher::kForward);
   }
+  // After a forward whose backward did not come, values may have changed.
+  if (transport_->reading()) {
+    transport_->leave_reads("begin of forward");
+    transport_->enter_reads();
+    for (Unit* unit : present_) transport_->finish_gather(*unit);
+  } else {
+    transport_->enter_reads();
+  }
   for (const auto& unit : units_) {
     note_misuse(*unit);
     if (unit->state == UnitState::kUnsharded &&
@@ -282,11 +296,20 @@ void ShardedState::begin_forward() {
 
 void ShardedState::end_forward() {
   in_training_forward_ = false;
-  // Without gradients no backward will come to reshard what is left.
-  if (at::GradMode::is_enabled()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (at::GradMode::is_enabled()) {
+    // Others stay for backward. To gather these again costs nothing, and finds
+    // out if an optimizer changed them although no backward came.
+    for (size_t i = present_.size(); i-- > 0;) {
+      if (present_[i]->slot.shared_masters && !present_[i]->has_views()) {
+        reshard(*present_[i]);
+      }
+    }
+    return;
+  }
   take_part_in_rest();
   reshard_all();
+  transport_->leave_reads("end of forward");
   prefetcher_.begin(Prefetcher::kForward);
 }
 
@@ -366,13 +389,14 @@ void ShardedState::after_backward(bool ok) {
   if (ok && sink_ran_ && gradient_sync_) reduce_rest();
   reducer_->flush();
   reshard_all();
+  if (ok) transport_->leave_reads("end of backward");
   for (const auto& unit : units_) {
     unit->reduced_this_backward = false;
     unit->came_early = false;
   }
   if (!ok) {
     prefetcher_.restart_recording();
-    if (!reduce_order_known_) reduce_order_.clear();
+    reached_order_.clear();
   } else if (sink_ran_ && !prefetcher_.recorded() &&
              prefetcher_.finish_recording()) {
     compare_order_across_ranks();
@@ -391,11 +415,7 @@ void ShardedState::reduce_in_order(Unit& unit,
     reducer_->reduce(unit, gradients);
     return;
   }
-  if (!reduce_order_known_) {
-    reduce_order_.push_back(unit.index);
-    reducer_->reduce(unit, gradients);
-    return;
-  }
+  if (!reduce_order_adopted_) reached_order_.push_back(unit.index);
   const auto next = [this]() -> Unit* {
     return reduce_cursor_ < reduce_order_.size()
                ? units_[static_cast<size_t>(reduce_order_[reduce_cursor_])]
@@ -426,19 +446,34 @@ void ShardedState::reduce_rest() {
     }
     return;
   }
-  if (!reduce_order_known_) {
-    for (size_t i = units_.size(); i-- > 0;) {
-      if (units_[i]->trainable() && !units_[i]->reduced_this_backward) {
-        reduce_order_.push_back(units_[i]->index);
-      }
-    }
-    reduce_order_known_ = true;
-  }
   for (int index : reduce_order_) {
     Unit& unit = *units_[static_cast<size_t>(index)];
     unit.came_early = false;
     if (!unit.reduced_this_backward) reducer_->reduce(unit, {});
   }
+  if (!reduce_order_adopted_) adopt_reduce_order();
+}
+
+void ShardedState::adopt_reduce_order() {
+  std::vector<int> order;
+  const auto add = [&](int index) {
+    if (std::find(order.begin(), order.end(), index) == order.end()) {
+      order.push_back(index);
+    }
+  };
+  for (int index : reached_order_) add(index);
+  for (int index : reduce_order_) add(index);
+  const auto num_units = static_cast<int64_t>(order.size());
+  at::Tensor indices = at::zeros({num_units}, at::kLong);
+  std::copy(order.begin(), order.end(), indices.data_ptr<int64_t>());
+  std::vector<at::Tensor> tensors = {indices.to(groups_.device())};
+  CollectiveScope scope("broadcast of the reduction order", nullptr, 0);
+  groups_.world()->broadcast(tensors)->wait();
+  indices = tensors[0].cpu();
+  const int64_t* adopted = indices.const_data_ptr<int64_t>();
+  std::copy(adopted, adopted + num_units, reduce_order_.begin());
+  reduce_order_adopted_ = true;
+  reached_order_.clear();
 }
 
 // Shared memory names the unit in every signal; a c10d backend would exchange

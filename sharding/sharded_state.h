@@ -40,6 +40,9 @@ class ShardedState final : public BackwardObserver,
   void reshard_all();
   // The same for one unit; nothing if it is sharded.
   void reshard(Unit& unit);
+  // Call before writing to master shards. Returns when no rank reads them any
+  // more. Collective.
+  void begin_update();
 
   // A forward of the root: checks for misuse and stale copies, and follows the
   // recorded order from its start. Errors: c10::Error naming the parameter.
@@ -83,10 +86,12 @@ class ShardedState final : public BackwardObserver,
   void finish_gather(Unit& unit);
   void reshard_others(c10::ArrayRef<Unit*> set);
   // [Note: Ranks on different paths]
-  // Gathers and reductions are issued in the order of the first iteration. A
-  // rank whose path skips a unit takes part in its gather and lets it go, and
-  // sends zeros for its gradient; one whose backward reaches a unit too early
-  // keeps its gradient until the units before it are through.
+  // Reductions are issued in one order on all ranks: at first that of the
+  // modules backwards, after the first backward the order in which rank 0's
+  // reached the units. A rank whose backward skips a unit sends zeros; one that
+  // reaches a unit too early keeps its gradient until its turn. Gathers that
+  // communicate are issued in the order of the first iteration, and a rank
+  // whose path skips a unit takes part in its gather and lets it go.
   void take_part_in(const std::vector<int>& skipped, c10::ArrayRef<Unit*> set);
   void take_part_in_rest();
   void reduce_in_order(Unit& unit, const std::vector<at::Tensor>& gradients);
@@ -95,6 +100,7 @@ class ShardedState final : public BackwardObserver,
   void note_misuse(Unit& unit);
   void throw_misuse();
   void compare_order_across_ranks();
+  void adopt_reduce_order();
   bool nothing_to_do(c10::ArrayRef<Unit*> set) const;
 
   const ProcessGroups groups_;
@@ -108,9 +114,10 @@ class ShardedState final : public BackwardObserver,
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<GradientReducer> reducer_;
   Prefetcher prefetcher_;
-  // Of the first backward that reduced; see [Note: Ranks on different paths].
+  // See [Note: Ranks on different paths].
   std::vector<int> reduce_order_;
-  bool reduce_order_known_ = false;
+  std::vector<int> reached_order_;  // This rank's, until it is adopted.
+  bool reduce_order_adopted_ = false;
   size_t reduce_cursor_ = 0;
   std::vector<Unit*> present_;  // Units that are not kSharded.
   Unit* last_touched_ = nullptr;

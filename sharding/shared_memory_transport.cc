@@ -10,6 +10,7 @@
 #include "fullshard/core/shm_backend.h"
 #include "fullshard/core/shm_reduce.h"
 #include "fullshard/core/watchdog.h"
+#include "fullshard/sharding/shared_masters.h"
 #include "fullshard/sharding/transport.h"
 
 namespace fullshard::internal {
@@ -19,16 +20,22 @@ namespace {
 // reads the last.
 constexpr int kNumRotatingSlots = 3;
 
+// A rank may be this many reductions ahead of the slowest. Without memory for
+// gathers there is room for more.
+constexpr int kNumReduceBuffers = 2;
+constexpr int kNumReduceBuffersWithoutSlots = 4;
+
 // In the tag of a reduction, beside the unit: the rank's backward reached it.
 constexpr uint32_t kUsed = 1u << 31;
 
 // [Note: Home slots]
-// All ranks must gather a unit into the same pages, whatever each of them
-// still holds. So the slot of a unit follows from its index alone: units that
-// enclose others and units that stay unsharded have one each, the rest take
-// turns. A rank whose home slot still holds another unit that it cannot give up
-// (a live view, an operator on several units) moves that one to memory of its
-// own: views follow, for they share the StorageImpl.
+// Units whose masters are not shared are gathered into slots. All ranks must
+// gather a unit into the same pages, whatever each of them still holds. So the
+// slot of a unit follows from its index alone: units that enclose others and
+// units that stay unsharded have one each, the rest take turns. A rank whose
+// home slot still holds another unit that it cannot give up (a live view, an
+// operator on several units) moves that one to memory of its own: views follow,
+// for they share the StorageImpl.
 //
 // Each slot has a generation. Before writing generation g + 1, a rank waits
 // until all have released g; before reading, until all have written g + 1. The
@@ -39,7 +46,7 @@ class SharedMemoryTransport final : public Transport {
   SharedMemoryTransport(ShmBackend& group,
                         const std::vector<std::unique_ptr<Unit>>& units,
                         at::ScalarType reduce_dtype)
-      : group_(group), reduce_dtype_(reduce_dtype) {
+      : group_(group), reduce_dtype_(reduce_dtype), masters_(group, units) {
     int64_t reduce_bytes = 0;
     int num_rotating = 0;
     std::vector<int64_t> bytes;
@@ -47,6 +54,10 @@ class SharedMemoryTransport final : public Transport {
     for (const auto& unit : units) {
       unit_names_.push_back(unit->name);
       reduce_bytes = std::max(reduce_bytes, unit->reduce_bytes(reduce_dtype));
+      if (masters_.memory(*unit) != nullptr) {
+        home_.push_back(-1);
+        continue;
+      }
       int slot = static_cast<int>(bytes.size());
       if (unit->has_children || !unit->reshard_after_forward) {
         bytes.push_back(0);
@@ -64,18 +75,27 @@ class SharedMemoryTransport final : public Transport {
     for (int64_t num_bytes : bytes) {
       slots_.push_back({group.allocate_shared(num_bytes), 0, nullptr});
     }
-    const int num_slots = static_cast<int>(slots_.size());
+    const int num_slots = std::max(1, static_cast<int>(slots_.size()));
     written_ = group.make_signals(num_slots);
     released_ = group.make_signals(num_slots);
-    ready_ = group.make_signals(2);
-    done_ = group.make_signals(2);
+    reduce_buffers_.resize(slots_.empty() ? kNumReduceBuffersWithoutSlots
+                                          : kNumReduceBuffers);
+    const int num_buffers = static_cast<int>(reduce_buffers_.size());
+    ready_ = group.make_signals(num_buffers);
+    done_ = group.make_signals(num_buffers);
     for (auto& buffer : reduce_buffers_) {
       buffer.memory =
           group.allocate_symmetric(std::max<int64_t>(reduce_bytes, 1));
     }
   }
 
-  void acquire_slot(Unit& unit) override {
+  void start_gather(Unit& unit) override {
+    if (char* memory = masters_.memory(unit)) {
+      unit.slot.memory = memory;
+      unit.slot.shared_masters = true;
+      masters_.read(unit);
+      return;
+    }
     const int index = home_[static_cast<size_t>(unit.index)];
     Slot& slot = slots_[static_cast<size_t>(index)];
     if (slot.occupant != nullptr) move_out(*slot.occupant);
@@ -85,60 +105,91 @@ class SharedMemoryTransport final : public Transport {
     slot.occupant = &unit;
     unit.slot.index = index;
     unit.slot.memory = static_cast<char*>(slot.memory.data_ptr());
-  }
-
-  void start_gather(Unit& unit) override {
-    const Slot& slot = slots_[static_cast<size_t>(unit.slot.index)];
-    written_->post(unit.slot.index, slot.generation,
-                   static_cast<uint32_t>(unit.index));
+    unit.write_own_slices();
+    written_->post(index, slot.generation, static_cast<uint32_t>(unit.index));
   }
 
   void finish_gather(Unit& unit) override {
+    CollectiveScope scope("all_gather", &unit.name, sequence_);
+    if (masters_.memory(unit) != nullptr) {
+      masters_.wait_until_all_entered();
+      return;
+    }
     if (unit.slot.index < 0) return;  // Moved out, so it was complete.
     const Slot& slot = slots_[static_cast<size_t>(unit.slot.index)];
-    CollectiveScope scope("all_gather", &unit.name, sequence_);
     written_->wait_all(unit.slot.index, slot.generation, "all_gather");
     check_same_unit(*written_, unit.slot.index, unit, "gather");
   }
 
-  void release_slot(Unit& unit) override {
-    if (unit.slot.index >= 0) release(unit.slot.index);
+  void release(Unit& unit) override {
+    if (unit.slot.index >= 0) release_slot(unit.slot.index);
     unit.slot = Unit::Slot();
   }
 
+  bool reading() const override { return masters_.reading(); }
+  void enter_reads() override { masters_.enter(); }
+  void leave_reads(const char* what) override { masters_.leave(what); }
+
+  int max_unfinished_reductions() const override {
+    return static_cast<int>(reduce_buffers_.size()) - 1;
+  }
+
+  bool reduction_is_ready() const override {
+    const ReduceBuffer& buffer = reduce_buffers_[finishing_];
+    for (int rank = 0; rank < group_.getSize(); ++rank) {
+      if (!ready_->reached(signal(finishing_), rank, buffer.generation)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   char* acquire_reduce_buffer(Unit& unit) override {
-    next_buffer_ ^= 1;
-    ReduceBuffer& buffer = reduce_buffers_[next_buffer_];
+    ReduceBuffer& buffer = reduce_buffers_[filling_];
     CollectiveScope scope("reduce_scatter", &unit.name, ++sequence_);
-    done_->wait_all(next_buffer_, buffer.generation, "reduce_scatter");
+    done_->wait_all(signal(filling_), buffer.generation, "reduce_scatter");
     ++buffer.generation;
     return static_cast<char*>(
         buffer.memory[static_cast<size_t>(group_.getRank())].data_ptr());
   }
 
   void start_reduce(Unit& unit, bool used) override {
-    reducing_ = next_buffer_;
-    ready_->post(reducing_, reduce_buffers_[reducing_].generation,
+    ready_->post(signal(filling_), reduce_buffers_[filling_].generation,
                  static_cast<uint32_t>(unit.index) | (used ? kUsed : 0));
+    filling_ = (filling_ + 1) % reduce_buffers_.size();
   }
 
   bool finish_reduce(Unit& unit, const std::vector<Reduced>& outputs) override {
-    ReduceBuffer& buffer = reduce_buffers_[reducing_];
+    const ReduceBuffer& buffer = reduce_buffers_[finishing_];
+    const int signal = this->signal(finishing_);
+    finishing_ = (finishing_ + 1) % reduce_buffers_.size();
     CollectiveScope scope("reduce_scatter", &unit.name, sequence_);
-    ready_->wait_all(reducing_, buffer.generation, "reduce_scatter");
-    check_same_unit(*ready_, reducing_, unit, "reduction");
+    ready_->wait_all(signal, buffer.generation, "reduce_scatter");
+    check_same_unit(*ready_, signal, unit, "reduction");
     bool used = false;
     for (int rank = 0; rank < group_.getSize(); ++rank) {
-      used = used || (ready_->tag(reducing_, rank) & kUsed) != 0;
+      used = used || (ready_->tag(signal, rank) & kUsed) != 0;
     }
-    if (used) add_slices(unit, outputs);
-    done_->post(reducing_, buffer.generation);
+    if (used) add_slices(unit, buffer, outputs);
+    done_->post(signal, buffer.generation);
     return used;
   }
 
  private:
-  void add_slices(const Unit& unit, const std::vector<Reduced>& outputs) {
-    const ReduceBuffer& buffer = reduce_buffers_[reducing_];
+  struct Slot {
+    at::Tensor memory;
+    uint32_t generation = 0;
+    Unit* occupant = nullptr;  // The unit of ours that is in it.
+  };
+  struct ReduceBuffer {
+    std::vector<at::Tensor> memory;  // One per rank.
+    uint32_t generation = 0;
+  };
+
+  static int signal(size_t buffer) { return static_cast<int>(buffer); }
+
+  void add_slices(const Unit& unit, const ReduceBuffer& buffer,
+                  const std::vector<Reduced>& outputs) {
     for (const Reduced& out : outputs) {
       const ShardLayout& layout = unit.flats[out.flat]->layout();
       const int64_t offset =
@@ -154,17 +205,7 @@ class SharedMemoryTransport final : public Transport {
     }
   }
 
-  struct Slot {
-    at::Tensor memory;
-    uint32_t generation = 0;
-    Unit* occupant = nullptr;  // The unit of ours that is in it.
-  };
-  struct ReduceBuffer {
-    std::vector<at::Tensor> memory;  // One per rank.
-    uint32_t generation = 0;
-  };
-
-  void release(int index) {
+  void release_slot(int index) {
     Slot& slot = slots_[static_cast<size_t>(index)];
     slot.occupant = nullptr;
     released_->post(index, slot.generation);
@@ -188,7 +229,7 @@ class SharedMemoryTransport final : public Transport {
         unit.flats[i]->relocate(to + unit.slot_offset(i));
       }
     }
-    release(unit.slot.index);
+    release_slot(unit.slot.index);
     unit.slot.index = -1;
     unit.slot.memory = to;
     unit.slot.private_memory = std::move(memory);
@@ -227,15 +268,16 @@ class SharedMemoryTransport final : public Transport {
   ShmBackend& group_;
   const at::ScalarType reduce_dtype_;
   std::vector<std::string> unit_names_;
-  std::vector<int> home_;  // By unit index.
+  SharedMasters masters_;
+  std::vector<int> home_;  // By unit index; -1 if its masters are shared.
   std::vector<Slot> slots_;
   std::unique_ptr<ShmSignals> written_;
   std::unique_ptr<ShmSignals> released_;
   std::unique_ptr<ShmSignals> ready_;
   std::unique_ptr<ShmSignals> done_;
-  ReduceBuffer reduce_buffers_[2];
-  int next_buffer_ = 0;
-  int reducing_ = 0;
+  std::vector<ReduceBuffer> reduce_buffers_;
+  size_t filling_ = 0;    // The buffer of the next reduction to start,
+  size_t finishing_ = 0;  // and of the oldest that is unfinished.
   uint64_t sequence_ = 0;
   bool logged_move_ = false;
   std::vector<const void*> sources_;

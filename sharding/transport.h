@@ -13,10 +13,10 @@ namespace fullshard::internal {
 // Moves a unit's bytes between the ranks of the shard group, and owns the
 // memory they are gathered into (the slot pool) and reduced from.
 //
-// The order of calls for one unit is acquire_slot, (the caller writes its own
-// slice), start_gather, finish_gather, release_slot; and
+// The order of calls for one unit is start_gather, finish_gather, release; and
 // acquire_reduce_buffer, (the caller writes its gradients), start_reduce,
-// finish_reduce. At most one reduction is unfinished when the next is started.
+// finish_reduce, which finishes the oldest reduction that was started. At most
+// max_unfinished_reductions() are unfinished when the next buffer is acquired.
 //
 // Collective: all of them, by all ranks of the shard group, in the same order.
 // Errors: c10::Error naming the unit and the ranks if a peer is late, gone or
@@ -25,15 +25,24 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Gives `unit` memory of slot_bytes() and waits until nobody reads what was
-  // in it before.
-  virtual void acquire_slot(Unit& unit) = 0;
+  // Gives `unit` memory of slot_bytes() and puts this rank's slice there.
   virtual void start_gather(Unit& unit) = 0;
   // Returns when the slices of all ranks are in place.
   virtual void finish_gather(Unit& unit) = 0;
   // This rank no longer reads the unit's memory.
-  virtual void release_slot(Unit& unit) = 0;
+  virtual void release(Unit& unit) = 0;
 
+  // Read phases; see [Note: Shared master shards]. Without shared masters
+  // there are none.
+  virtual bool reading() const { return false; }
+  virtual void enter_reads() {}
+  // All units are released, or their values are about to be replaced. `what`
+  // names the place in the messages of a time-out.
+  virtual void leave_reads(const char* /*what*/) {}
+
+  virtual int max_unfinished_reductions() const { return 1; }
+  // Whether finish_reduce would return without waiting for a peer.
+  virtual bool reduction_is_ready() const { return false; }
   // Returns memory of reduce_bytes(), to be filled with local gradients.
   virtual char* acquire_reduce_buffer(Unit& unit) = 0;
   // `used`: this rank's backward reached the unit.

@@ -37,6 +37,12 @@ int64_t Unit::reduce_bytes(at::ScalarType reduce_dtype) const {
   return reduce_offset(flats.size(), reduce_dtype);
 }
 
+void Unit::write_own_slices() const {
+  for (size_t i = 0; i < flats.size(); ++i) {
+    flats[i]->write_own_slice(slot.memory + slot_offset(i));
+  }
+}
+
 bool Unit::has_views() const {
   for (const auto& flat : flats) {
     if (flat->has_views()) return true;

@@ -40,7 +40,8 @@ class Unit {
   struct Slot {
     char* memory = nullptr;
     int index = -1;
-    at::Tensor private_memory;  // Set if it moved out of a shared slot.
+    at::Tensor private_memory;    // Set if it moved out of a shared slot.
+    bool shared_masters = false;  // [Note: Shared master shards]
   } slot;
 
   // Unsharded gradients, of reduce_bytes(), kept under no_sync.
@@ -55,6 +56,9 @@ class Unit {
   // The same for the reduce buffer, which holds the trainable ones.
   int64_t reduce_offset(size_t flat, at::ScalarType reduce_dtype) const;
   int64_t reduce_bytes(at::ScalarType reduce_dtype) const;
+
+  // Writes this rank's slices to slot.memory.
+  void write_own_slices() const;
 
   bool trainable() const { return sink != nullptr; }
   bool has_views() const;

@@ -33,9 +33,10 @@ struct Paths : torch::nn::Module {
 
 using Mask = std::vector<bool>;
 
-// Steps with these masks per rank, after a first step with every layer, give
-// the gradients of one process that averages over the ranks.
-void expect_mean(const std::string& backend, const std::vector<Mask>& masks) {
+// Steps with these masks per rank give the gradients of one process that
+// averages over the ranks; with `warm`, after a first step with every layer.
+void expect_mean(const std::string& backend, const std::vector<Mask>& masks,
+                 bool warm = true) {
   testing::RunRanksOptions run;
   run.backend = backend;
   run.collective_timeout = std::chrono::milliseconds(10000);
@@ -63,7 +64,7 @@ void expect_mean(const std::string& backend, const std::vector<Mask>& masks) {
               .sum()
               .backward();
         };
-        step(std::vector<Mask>(masks.size(), Mask(4, true)));
+        if (warm) step(std::vector<Mask>(masks.size(), Mask(4, true)));
         for (int i = 0; i < 3; ++i) step(masks);
         std::map<std::string, at::Tensor> expected;
         double squares = 0;
@@ -90,10 +91,17 @@ TEST(DifferentPathsTest, OneRankSkipsAUnitInTheMiddle) {
   }
 }
 
-// A limit: the ranks' backwards begin at different units, and their gathers
-// cannot be put in one order with the reductions. It ends with a message that
-// names the rank and the unit, not with a hang.
-TEST(DifferentPathsTest, SkippingTheLastUnitsIsANamedTimeOut) {
+TEST(DifferentPathsTest, OneRankSkipsTheLastUnits) {
+  expect_mean("shm", {{true, true, true, true}, {true, false, false, false}});
+  expect_mean("shm", {{true, false, false, false},
+                      {true, true, true, true},
+                      {true, true, false, false}});
+}
+
+// A limit where gathers communicate: the ranks' backwards begin at different
+// units, and their gathers cannot be put in one order with the reductions. It
+// ends with a message that names the unit, not with a hang.
+TEST(DifferentPathsTest, SkippingTheLastUnitsWithSlotsIsANamedTimeOut) {
   testing::RunRanksOptions run;
   run.collective_timeout = std::chrono::milliseconds(2000);
   const auto outcomes = testing::collect_ranks(
@@ -101,6 +109,7 @@ TEST(DifferentPathsTest, SkippingTheLastUnitsIsANamedTimeOut) {
       [](ProcessGroups& groups) {
         ShardOptions options;
         options.wrap_policy = module_type<torch::nn::LinearImpl>();
+        options.mixed_precision.param_dtype = at::kBFloat16;
         auto sharded =
             fully_shard(std::make_shared<Paths>(), groups, options).value();
         const at::Tensor x = at::ones({3, 4}).set_requires_grad(true);
@@ -147,8 +156,18 @@ TEST(DifferentPathsTest, UnitThatNobodyUsesHasNoGradient) {
   });
 }
 
-// In the first step there is no order to follow yet: an error on every rank,
-// with both units, and no hang.
+TEST(DifferentPathsTest, FromTheFirstStepOn) {
+  expect_mean("shm",
+              {{true, false, true, false},
+               {false, true, false, true},
+               {true, true, false, false}},
+              /*warm=*/false);
+  expect_mean("shm", {{false, false, false, true}, {true, true, true, false}},
+              /*warm=*/false);
+}
+
+// Where gathers communicate there is no order to follow in the first step: an
+// error on every rank, with both units, and no hang.
 TEST(DifferentPathsTest, DifferentOrdersInTheFirstStepAreANamedError) {
   testing::RunRanksOptions run;
   run.collective_timeout = std::chrono::milliseconds(3000);
@@ -157,6 +176,7 @@ TEST(DifferentPathsTest, DifferentOrdersInTheFirstStepAreANamedError) {
       [](ProcessGroups& groups) {
         ShardOptions options;
         options.wrap_policy = module_type<torch::nn::LinearImpl>();
+        options.mixed_precision.param_dtype = at::kBFloat16;
         auto sharded =
             fully_shard(std::make_shared<Paths>(), groups, options).value();
         const Mask mask = groups.rank() == 0 ? Mask{true, false, false, true}

@@ -23,6 +23,7 @@ namespace fullshard {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 struct Mlp : torch::nn::Module {
   Mlp() {
@@ -347,6 +348,14 @@ TEST(MisuseTest, StaleCopyAfterAStepIsImpossible) {
       if (torch_optim) {
         sgd.step(), plain_sgd.step();
         EXPECT_TRUE(at::allclose(sharded(input()), plain.forward(input())));
+        // The module itself, after a step without a backward: nothing tells the
+        // other ranks, so it is an error, never an old value.
+        const at::Tensor old = sharded(input());
+        sgd.step();
+        EXPECT_THAT([&] { sharded.module()->forward(input()); },
+                    ThrowsMessage<c10::Error>(HasSubstr("call reshard()")));
+        sharded.reshard();
+        EXPECT_FALSE(sharded.module()->forward(input()).equal(old));
       } else {
         adamw.step();
         EXPECT_FALSE(sharded(input()).equal(before));
