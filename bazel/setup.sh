@@ -88,7 +88,7 @@ EOF
 }
 
 write_rc() {
-  local found torch cuda_runtime
+  local found torch cuda_runtime checkpoints
   found=$("$here/find_libtorch.sh")
   torch=$(sed -n 1p <<<"$found")
   cuda_runtime=$(sed -n 2p <<<"$found")
@@ -98,8 +98,10 @@ write_rc() {
     echo "build --disk_cache=$cache/bazel"
     if [ "$with_tests" ]; then
       write_test_python "$torch" "$cuda_runtime"
+      checkpoints=$("$here/fetch_wheels.sh" checkpoints)
       echo "test --test_env=FULLSHARD_TEST_PYTHON=$test_python"
       echo "test --test_env=FULLSHARD_TEST_PYTHONPATH=$test_pythonpath"
+      echo "test --test_env=FULLSHARD_TEST_CHECKPOINTS=$checkpoints"
     fi
   } >"$rc.partial"
   mv "$rc.partial" "$rc"

@@ -45,6 +45,7 @@ enum class Opcode : unsigned char {
 
 // A global as it follows kGlobal: module, newline, name.
 constexpr char kOrderedDict[] = "collections\nOrderedDict";
+constexpr char kRebuildTensor[] = "torch._utils\n_rebuild_tensor";
 constexpr char kRebuildTensorV2[] = "torch._utils\n_rebuild_tensor_v2";
 constexpr char kRebuildTensorV3[] = "torch._utils\n_rebuild_tensor_v3";
 constexpr char kRebuildParameter[] = "torch._utils\n_rebuild_parameter";

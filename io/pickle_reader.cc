@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -36,9 +35,10 @@ std::string dotted(absl::string_view global) {
 
 bool is_allowed_global(absl::string_view global) {
   for (const char* allowed :
-       {internal::kOrderedDict, internal::kRebuildTensorV2,
-        internal::kRebuildTensorV3, internal::kRebuildParameter,
-        internal::kSize, internal::kDevice, internal::kUntypedStorage}) {
+       {internal::kOrderedDict, internal::kRebuildTensor,
+        internal::kRebuildTensorV2, internal::kRebuildTensorV3,
+        internal::kRebuildParameter, internal::kSize, internal::kDevice,
+        internal::kUntypedStorage}) {
     if (global == allowed) return true;
   }
   return find_dtype_of_storage(strip_torch(global)) != nullptr;
@@ -53,15 +53,15 @@ bool is_storage_type(const PickleNode& node) {
 // The machine that runs a pickle's opcodes.
 class PickleReader {
  public:
-  explicit PickleReader(std::string bytes)
-      : document_(std::make_shared<PickleDocument>()) {
-    document_->bytes = std::move(bytes);
-    rest_ = document_->bytes;
-    max_nodes_ = rest_.size() / 2 + 4096;
+  PickleReader(absl::string_view bytes, std::shared_ptr<const void> owner)
+      : document_(std::make_shared<PickleDocument>()),
+        num_available_(bytes.size()),
+        rest_(bytes) {
+    document_->owner = std::move(owner);
     make_constants();
   }
 
-  absl::StatusOr<PtValue> read();
+  absl::StatusOr<Pickle> read();
 
  private:
   // Shared nodes for what takes one or two bytes in the input.
@@ -102,7 +102,9 @@ class PickleReader {
   absl::Status build();
 
   absl::Status call(absl::string_view global, uint32_t arguments);
+  absl::Status call_ordered_dict(uint32_t pairs);
   absl::Status call_device(const std::vector<uint32_t>& arguments);
+  absl::Status call_old_rebuild_tensor(const std::vector<uint32_t>& arguments);
   absl::Status call_rebuild_tensor(const std::vector<uint32_t>& arguments,
                                    bool with_dtype);
   absl::Status call_rebuild_parameter(const std::vector<uint32_t>& arguments);
@@ -115,9 +117,12 @@ class PickleReader {
   absl::Status check_tree(uint32_t root);
   absl::Status check_keys(const PickleNode& dict);
 
+  size_t num_read() const { return num_available_ - rest_.size(); }
+  std::vector<PickledStorage> storages() const;
+
   std::shared_ptr<PickleDocument> document_;
+  const size_t num_available_;
   absl::string_view rest_;
-  size_t max_nodes_;
   std::vector<uint32_t> stack_;
   std::vector<size_t> marks_;
   std::vector<uint32_t> memo_;
@@ -135,11 +140,7 @@ void PickleReader::make_constants() {
   }
 }
 
-absl::StatusOr<PtValue> PickleReader::read() {
-  if (rest_.size() > kMaxPickleBytes) {
-    return malformed(absl::StrCat(rest_.size(), " bytes, expected at most ",
-                                  kMaxPickleBytes));
-  }
+absl::StatusOr<Pickle> PickleReader::read() {
   if (rest_.empty() || rest_[0] != static_cast<char>(Opcode::kProto)) {
     return malformed("it does not start with a protocol number");
   }
@@ -147,13 +148,32 @@ absl::StatusOr<PtValue> PickleReader::read() {
     FS_ASSIGN_OR_RETURN(const uint64_t code, little_endian(1));
     if (static_cast<Opcode>(code) == Opcode::kStop) break;
     FS_RETURN_IF_ERROR(run(static_cast<Opcode>(code)));
+    if (num_read() > kMaxPickleBytes) {
+      return malformed(
+          absl::StrCat("more than ", kMaxPickleBytes, " bytes of values"));
+    }
   }
   if (stack_.size() != 1 || !marks_.empty()) {
     return malformed("it ends in the middle of a value");
   }
   FS_RETURN_IF_ERROR(check_tree(stack_[0]));
   document_->root = stack_[0];
-  return PtValue(document_, document_->root);
+  return Pickle{PtValue(document_, document_->root), num_read(), storages()};
+}
+
+std::vector<PickledStorage> PickleReader::storages() const {
+  std::vector<PickledStorage> result;
+  for (const PickleNode& value : document_->nodes) {
+    if (value.kind != PtKind::kStorage) continue;
+    const absl::string_view type = document_->nodes[value.items[0]].text;
+    const DtypeName* const typed = find_dtype_of_storage(strip_torch(type));
+    result.push_back({document_->nodes[value.items[1]].text,
+                      typed == nullptr ? 1
+                                       : static_cast<int64_t>(
+                                             c10::elementSize(typed->dtype)),
+                      document_->nodes[value.items[2]].integer});
+  }
+  return result;
 }
 
 absl::Status PickleReader::run(Opcode code) {
@@ -289,9 +309,9 @@ absl::Status PickleReader::run_object(Opcode code) {
     case Opcode::kBuild:
       return build();
     default:
-      return malformed(absl::StrCat(
-          "unexpected opcode ", static_cast<int>(code), " at byte ",
-          document_->bytes.size() - rest_.size() - 1));
+      return malformed(absl::StrCat("unexpected opcode ",
+                                    static_cast<int>(code), " at byte ",
+                                    num_read() - 1));
   }
 }
 
@@ -319,7 +339,7 @@ absl::StatusOr<absl::string_view> PickleReader::take_line() {
 }
 
 absl::StatusOr<uint32_t> PickleReader::make(PickleNode node) {
-  if (document_->nodes.size() >= max_nodes_) {
+  if (document_->nodes.size() >= num_read() / 2 + 4096) {
     return malformed("more values than its size explains");
   }
   document_->nodes.push_back(std::move(node));
@@ -411,7 +431,7 @@ absl::Status PickleReader::read_global() {
 
 absl::Status PickleReader::put(uint64_t slot) {
   if (stack_.empty()) return malformed("nothing to remember");
-  if (slot > document_->bytes.size()) return malformed("a memo out of range");
+  if (slot > num_read()) return malformed("a memo out of range");
   if (slot >= memo_.size()) memo_.resize(slot + 1, kNoNode);
   memo_[slot] = stack_.back();
   return absl::OkStatus();
@@ -441,22 +461,37 @@ absl::Status PickleReader::add_items(bool to_dict,
   return absl::OkStatus();
 }
 
-// ("storage", type, key, location, number of elements)
+// ("storage", type, key, location, number of elements[, view]) where view, of
+// the legacy format, is None or (key, first element, number of elements).
 absl::Status PickleReader::persistent_id() {
   FS_ASSIGN_OR_RETURN(const uint32_t tuple, pop());
-  const std::vector<uint32_t> items =
-      kind(tuple) == PtKind::kTuple && node(tuple).items.size() == 5
-          ? node(tuple).items
-          : std::vector<uint32_t>();
-  if (items.empty() || kind(items[0]) != PtKind::kString ||
-      node(items[0]).text != "storage" || !is_storage_type(node(items[1])) ||
-      kind(items[2]) != PtKind::kString || kind(items[3]) != PtKind::kString ||
-      kind(items[4]) != PtKind::kInt || node(items[4]).integer < 0) {
+  const std::vector<uint32_t> items = kind(tuple) == PtKind::kTuple
+                                          ? node(tuple).items
+                                          : std::vector<uint32_t>();
+  if (items.size() < 5 || items.size() > 6 ||
+      kind(items[0]) != PtKind::kString || node(items[0]).text != "storage" ||
+      !is_storage_type(node(items[1])) || kind(items[2]) != PtKind::kString ||
+      kind(items[3]) != PtKind::kString || kind(items[4]) != PtKind::kInt ||
+      node(items[4]).integer < 0) {
     return malformed("a storage is not described as torch.save does");
   }
   PickleNode storage;
   storage.kind = PtKind::kStorage;
   storage.items = {items[1], items[2], items[4]};
+  if (items.size() == 6 && kind(items[5]) != PtKind::kNone) {
+    const std::vector<uint32_t>& view = node(items[5]).items;
+    if (node(items[1]).text == internal::kUntypedStorage ||
+        kind(items[5]) != PtKind::kTuple || view.size() != 3 ||
+        kind(view[1]) != PtKind::kInt || kind(view[2]) != PtKind::kInt ||
+        node(view[1]).integer < 0 || node(view[2]).integer < 0 ||
+        node(view[1]).integer > node(items[4]).integer ||
+        node(view[2]).integer >
+            node(items[4]).integer - node(view[1]).integer) {
+      return malformed("a view of a storage reaches out of it");
+    }
+    storage.items.push_back(view[1]);
+    storage.items.push_back(view[2]);
+  }
   return push_new(std::move(storage));
 }
 
@@ -476,6 +511,9 @@ absl::Status PickleReader::call(absl::string_view global, uint32_t arguments) {
     result.kind = PtKind::kOrderedDict;
     return push_new(std::move(result));
   }
+  if (global == internal::kOrderedDict && items.size() == 1) {
+    return call_ordered_dict(items[0]);
+  }
   if (global == internal::kSize && items.size() == 1 &&
       integers(items[0]) != nullptr) {
     result.kind = PtKind::kSize;
@@ -483,6 +521,7 @@ absl::Status PickleReader::call(absl::string_view global, uint32_t arguments) {
     return push_new(std::move(result));
   }
   if (global == internal::kDevice) return call_device(items);
+  if (global == internal::kRebuildTensor) return call_old_rebuild_tensor(items);
   if (global == internal::kRebuildTensorV2) {
     return call_rebuild_tensor(items, /*with_dtype=*/false);
   }
@@ -493,6 +532,24 @@ absl::Status PickleReader::call(absl::string_view global, uint32_t arguments) {
     return call_rebuild_parameter(items);
   }
   return malformed(absl::StrCat("wrong arguments of \"", dotted(global), "\""));
+}
+
+// Python 2 pickles an OrderedDict as a call with a list of [key, value].
+absl::Status PickleReader::call_ordered_dict(uint32_t pairs) {
+  PickleNode dict;
+  dict.kind = PtKind::kOrderedDict;
+  if (kind(pairs) != PtKind::kList) {
+    return malformed("an OrderedDict is not made of a list");
+  }
+  for (const uint32_t pair : node(pairs).items) {
+    const bool is_pair =
+        (kind(pair) == PtKind::kList || kind(pair) == PtKind::kTuple) &&
+        node(pair).items.size() == 2;
+    if (!is_pair) return malformed("an OrderedDict is not made of pairs");
+    dict.items.push_back(node(pair).items[0]);
+    dict.items.push_back(node(pair).items[1]);
+  }
+  return push_new(std::move(dict));
 }
 
 absl::Status PickleReader::call_device(const std::vector<uint32_t>& arguments) {
@@ -507,6 +564,18 @@ absl::Status PickleReader::call_device(const std::vector<uint32_t>& arguments) {
   device.text = node(arguments[0]).text;
   device.integer = has_index ? node(arguments[1]).integer : -1;
   return push_new(std::move(device));
+}
+
+// (storage, offset, sizes, strides), before PyTorch 0.4.
+absl::Status PickleReader::call_old_rebuild_tensor(
+    const std::vector<uint32_t>& arguments) {
+  if (arguments.size() != 4) {
+    return malformed("a tensor is not described as torch.save does");
+  }
+  std::vector<uint32_t> all = arguments;
+  all.push_back(boolean(false));
+  all.push_back(none());
+  return call_rebuild_tensor(all, /*with_dtype=*/false);
 }
 
 // (storage, offset, sizes, strides, requires_grad, hooks[, dtype][, metadata])
@@ -575,9 +644,16 @@ absl::Status PickleReader::check_view(uint32_t storage, int64_t element_bytes,
   int64_t storage_bytes = 0;
   int64_t end = node(offset).integer;
   int64_t numel = 1;
-  bool overflow = __builtin_mul_overflow(node(node(storage).items[2]).integer,
-                                         unit_bytes, &storage_bytes);
+  // A view's own number of elements stands last.
+  const std::vector<uint32_t>& described = node(storage).items;
+  bool overflow = __builtin_mul_overflow(
+      node(described.size() > 3 ? described[4] : described[2]).integer,
+      unit_bytes, &storage_bytes);
   bool is_empty = false;
+  if (described.size() > 3) {
+    int64_t first = 0;
+    overflow |= __builtin_add_overflow(end, node(described[3]).integer, &first);
+  }
   for (size_t i = 0; i < size_items->size(); ++i) {
     const int64_t size = node((*size_items)[i]).integer;
     int64_t span = 0;
@@ -627,9 +703,9 @@ absl::Status PickleReader::check_tree(uint32_t root) {
     uint32_t node;
     size_t next;
   };
-  constexpr uint64_t kOpen = 0;
-  std::unordered_map<uint32_t, uint64_t> unfolded;
-  const uint64_t limit = 8 * document_->bytes.size() + 4096;
+  constexpr uint64_t kUnseen = 0, kOpen = ~uint64_t{0};
+  std::vector<uint64_t> unfolded(document_->nodes.size(), kUnseen);
+  const uint64_t limit = 8 * num_read() + 4096;
   std::vector<Frame> path = {{root, 0}};
   while (!path.empty()) {
     const uint32_t current = path.back().node;
@@ -644,11 +720,10 @@ absl::Status PickleReader::check_tree(uint32_t root) {
     }
     if (!is_leaf && path.back().next < value.items.size()) {
       const uint32_t child = value.items[path.back().next++];
-      const auto found = unfolded.find(child);
-      if (found == unfolded.end()) {
+      if (unfolded[child] == kUnseen) {
         path.push_back({child, 0});
         if (path.size() > kMaxDepth) return malformed("nested too deeply");
-      } else if (found->second == kOpen) {
+      } else if (unfolded[child] == kOpen) {
         return malformed("a value contains itself");
       }
       continue;
@@ -686,7 +761,14 @@ absl::Status PickleReader::check_keys(const PickleNode& dict) {
 }  // namespace
 
 absl::StatusOr<PtValue> read_pickle(std::string bytes) {
-  return PickleReader(std::move(bytes)).read();
+  const auto owner = std::make_shared<const std::string>(std::move(bytes));
+  FS_ASSIGN_OR_RETURN(Pickle pickle, read_pickle_prefix(*owner, owner));
+  return std::move(pickle.root);
+}
+
+absl::StatusOr<Pickle> read_pickle_prefix(absl::string_view bytes,
+                                          std::shared_ptr<const void> owner) {
+  return PickleReader(bytes, std::move(owner)).read();
 }
 
 }  // namespace fullshard

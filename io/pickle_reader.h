@@ -1,9 +1,13 @@
 #ifndef FULLSHARD_IO_PICKLE_READER_H_
 #define FULLSHARD_IO_PICKLE_READER_H_
 
+#include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "fullshard/io/pt_value.h"
 
 namespace fullshard {
@@ -17,6 +21,25 @@ namespace fullshard {
 // Errors: PermissionDenied for a refused global; Unimplemented for another
 // protocol; DataLoss for all that is malformed.
 absl::StatusOr<PtValue> read_pickle(std::string bytes);
+
+// A storage that a pickle names.
+struct PickledStorage {
+  absl::string_view key;
+  int64_t element_bytes;
+  int64_t numel;
+};
+
+struct Pickle {
+  PtValue root;
+  size_t num_bytes;                      // of the pickle
+  std::vector<PickledStorage> storages;  // one may come several times
+};
+
+// Reads the pickle at the start of `bytes`; anything may follow it. Python 2's
+// pickles and those of the legacy format are read too.
+// Lifetime: the values view `bytes`, which `owner` keeps alive.
+absl::StatusOr<Pickle> read_pickle_prefix(absl::string_view bytes,
+                                          std::shared_ptr<const void> owner);
 
 }  // namespace fullshard
 

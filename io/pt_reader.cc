@@ -8,6 +8,7 @@
 #include "absl/strings/strip.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/file_kind.h"
+#include "fullshard/io/legacy_pt.h"
 #include "fullshard/io/mapped_storage.h"
 #include "fullshard/io/pickle_reader.h"
 
@@ -17,21 +18,6 @@ namespace {
 using Bytes = absl::string_view;
 
 constexpr size_t kElementAlignment = 16;
-
-absl::Status recognise(Bytes bytes) {
-  const FileKind kind = file_kind(bytes);
-  switch (kind) {
-    case FileKind::kZip:
-      return absl::OkStatus();
-    case FileKind::kCutZip:
-      return absl::DataLossError(describe(kind));
-    case FileKind::kSafetensors:
-      return absl::InvalidArgumentError(
-          "a safetensors file, expected a .pt file");
-    default:
-      return absl::InvalidArgumentError(describe(kind));
-  }
-}
 
 // "archive/" of "archive/data.pkl".
 absl::StatusOr<std::string> find_prefix(const ZipReader& zip) {
@@ -63,16 +49,12 @@ absl::StatusOr<std::string> read_entry(const ZipReader& zip,
   return std::string(bytes);
 }
 
-absl::StatusOr<PtValue> read_root(const ZipReader& zip,
-                                  const std::string& prefix) {
+absl::Status check_byte_order(const ZipReader& zip, const std::string& prefix) {
   FS_ASSIGN_OR_RETURN(const std::string order,
                       read_entry(zip, prefix + "byteorder"));
-  if (!order.empty() && order != "little") {
-    return absl::UnimplementedError(
-        absl::StrCat("byte order \"", order, "\", expected \"little\""));
-  }
-  FS_ASSIGN_OR_RETURN(std::string pickle, read_entry(zip, prefix + "data.pkl"));
-  return read_pickle(std::move(pickle));
+  if (order.empty() || order == "little") return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat("byte order \"", order, "\", expected \"little\""));
 }
 
 }  // namespace
@@ -80,50 +62,81 @@ absl::StatusOr<PtValue> read_root(const ZipReader& zip,
 absl::StatusOr<std::unique_ptr<PtReader>> PtReader::open(
     const std::string& path) {
   FS_ASSIGN_OR_RETURN(std::shared_ptr<MappedFile> file, MappedFile::open(path));
-  FS_RETURN_IF_ERROR(annotate(recognise(file->bytes()), path));
-  absl::StatusOr<ZipReader> zip = ZipReader::open(file->bytes());
-  if (!zip.ok()) return annotate(zip.status(), path);
-  absl::StatusOr<std::string> prefix = find_prefix(*zip);
-  if (!prefix.ok()) return annotate(prefix.status(), path);
-  absl::StatusOr<PtValue> root = read_root(*zip, *prefix);
-  if (!root.ok()) return annotate(root.status(), path);
-  return std::unique_ptr<PtReader>(
-      new PtReader(path, std::move(file), *std::move(zip), *std::move(prefix),
-                   *std::move(root)));
+  const FileKind kind = file_kind(file->bytes());
+  std::unique_ptr<PtReader> reader(new PtReader(path, std::move(file)));
+  switch (kind) {
+    case FileKind::kZip:
+      FS_RETURN_IF_ERROR(annotate(reader->read_archive(), path));
+      return reader;
+    case FileKind::kLegacyPt:
+      FS_RETURN_IF_ERROR(annotate(reader->read_legacy(), path));
+      return reader;
+    case FileKind::kCutZip:
+      return absl::DataLossError(absl::StrCat(path, ": ", describe(kind)));
+    default:
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ": ", describe(kind),
+          kind == FileKind::kSafetensors ? ", expected a .pt file" : ""));
+  }
 }
 
-PtReader::PtReader(std::string path, std::shared_ptr<MappedFile> file,
-                   ZipReader zip, std::string prefix, PtValue root)
-    : path_(std::move(path)),
-      file_(std::move(file)),
-      zip_(std::move(zip)),
-      prefix_(std::move(prefix)),
-      root_(std::move(root)) {}
+PtReader::PtReader(std::string path, std::shared_ptr<MappedFile> file)
+    : path_(std::move(path)), file_(std::move(file)) {}
 
-absl::StatusOr<c10::Storage> PtReader::storage(const PickledTensor& tensor) {
-  if (const auto found = storages_.find(tensor.storage_key);
-      found != storages_.end()) {
-    if (static_cast<int64_t>(found->second.nbytes()) == tensor.storage_bytes) {
-      return found->second;
-    }
+absl::Status PtReader::read_archive() {
+  FS_ASSIGN_OR_RETURN(zip_, ZipReader::open(file_->bytes()));
+  FS_ASSIGN_OR_RETURN(prefix_, find_prefix(*zip_));
+  FS_RETURN_IF_ERROR(check_byte_order(*zip_, prefix_));
+  FS_ASSIGN_OR_RETURN(std::string pickle,
+                      read_entry(*zip_, prefix_ + "data.pkl"));
+  FS_ASSIGN_OR_RETURN(root_, read_pickle(std::move(pickle)));
+  return absl::OkStatus();
+}
+
+absl::Status PtReader::read_legacy() {
+  FS_ASSIGN_OR_RETURN(LegacyPt legacy, read_legacy_pt(file_));
+  root_ = std::move(legacy.root);
+  legacy_storages_ = std::move(legacy.storages);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<absl::string_view> PtReader::storage_bytes(
+    const std::string& key) const {
+  if (!zip_.has_value()) {
+    const auto found = legacy_storages_.find(key);
+    if (found != legacy_storages_.end()) return found->second;
+    return absl::DataLossError(
+        absl::StrCat(path_, ": storage \"", key, "\" is missing"));
   }
-  const std::string name = absl::StrCat(prefix_, "data/", tensor.storage_key);
-  const ZipReader::Entry* const entry = zip_.find(name);
+  const std::string name = absl::StrCat(prefix_, "data/", key);
+  const ZipReader::Entry* const entry = zip_->find(name);
   if (entry == nullptr) {
     return absl::DataLossError(
         absl::StrCat(path_, ": entry \"", name, "\" is missing"));
   }
-  const absl::StatusOr<Bytes> bytes = zip_.data(*entry);
+  const absl::StatusOr<Bytes> bytes = zip_->data(*entry);
   if (!bytes.ok()) return annotate(bytes.status(), path_);
+  return *bytes;
+}
+
+absl::StatusOr<c10::Storage> PtReader::storage(const PickledTensor& tensor) {
+  const std::string& key = tensor.storage_key;
+  if (const auto found = storages_.find(key); found != storages_.end()) {
+    if (static_cast<int64_t>(found->second.nbytes()) == tensor.storage_bytes) {
+      return found->second;
+    }
+  }
+  FS_ASSIGN_OR_RETURN(const Bytes bytes, storage_bytes(key));
   const auto size = static_cast<size_t>(tensor.storage_bytes);
-  if (bytes->size() < size) {
-    return absl::DataLossError(absl::StrCat(path_, ": entry \"", name,
-                                            "\" has ", bytes->size(),
+  if (bytes.size() < size) {
+    return absl::DataLossError(absl::StrCat(path_, ": storage \"", key,
+                                            "\" has ", bytes.size(),
                                             " bytes, expected ", size));
   }
-  c10::Storage storage =
-      mapped_storage(file_, bytes->substr(0, size), kElementAlignment);
-  storages_[tensor.storage_key] = storage;
+  c10::Storage storage = mapped_storage(
+      file_, bytes.substr(0, size),
+      zip_.has_value() ? kElementAlignment : c10::elementSize(tensor.dtype));
+  storages_[key] = storage;
   return storage;
 }
 
@@ -136,8 +149,9 @@ absl::StatusOr<at::Tensor> PtReader::tensor(const PtValue& value) {
 }
 
 absl::Status PtReader::verify() const {
-  for (const ZipReader::Entry& entry : zip_.entries()) {
-    FS_RETURN_IF_ERROR(annotate(zip_.verify(entry), path_));
+  if (!zip_.has_value()) return absl::OkStatus();
+  for (const ZipReader::Entry& entry : zip_->entries()) {
+    FS_RETURN_IF_ERROR(annotate(zip_->verify(entry), path_));
   }
   return absl::OkStatus();
 }

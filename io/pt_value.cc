@@ -93,6 +93,9 @@ PickledTensor PtValue::as_tensor() const {
         static_cast<int64_t>(c10::elementSize(typed->dtype));
   }
   tensor.storage_offset = nodes[node().items[1]].integer;
+  if (storage.items.size() > 3) {  // a view of the storage
+    tensor.storage_offset += nodes[storage.items[3]].integer;
+  }
   tensor.requires_grad = node().integer != 0;
   const auto copy = [&](uint32_t index, std::vector<int64_t>* out) {
     const PtValue values = at(index);

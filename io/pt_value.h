@@ -52,7 +52,7 @@ struct PickleNode {
 };
 
 struct PickleDocument {
-  std::string bytes;
+  std::shared_ptr<const void> owner;  // keeps what `text` of a node views
   std::vector<PickleNode> nodes;
   uint32_t root = 0;
 };

@@ -1,6 +1,7 @@
 #include "fullshard/io/zip_reader.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -115,15 +116,26 @@ absl::Status ZipReader::read_directory(const Directory& directory) {
   directory_offset_ = directory.offset;
   absl::string_view rest = bytes_.substr(directory.offset, directory.num_bytes);
   entries_.reserve(directory.num_entries);
-  index_.reserve(directory.num_entries);
   for (uint64_t i = 0; i < directory.num_entries; ++i) {
-    FS_ASSIGN_OR_RETURN(Entry entry, read_entry(&rest));
-    if (!index_.emplace(entry.name, entries_.size()).second) {
-      return damaged(absl::StrCat("two entries named \"", entry.name, "\""));
-    }
-    entries_.push_back(std::move(entry));
+    FS_ASSIGN_OR_RETURN(const Entry entry, read_entry(&rest));
+    entries_.push_back(entry);
   }
   if (!rest.empty()) return damaged("bytes left in the central directory");
+  return build_index();
+}
+
+absl::Status ZipReader::build_index() {
+  by_name_.resize(entries_.size());
+  std::iota(by_name_.begin(), by_name_.end(), 0);
+  std::sort(by_name_.begin(), by_name_.end(), [&](uint32_t a, uint32_t b) {
+    return entries_[a].name < entries_[b].name;
+  });
+  for (size_t i = 1; i < by_name_.size(); ++i) {
+    const absl::string_view name = entries_[by_name_[i]].name;
+    if (entries_[by_name_[i - 1]].name == name) {
+      return damaged(absl::StrCat("two entries named \"", name, "\""));
+    }
+  }
   return absl::OkStatus();
 }
 
@@ -143,32 +155,38 @@ absl::StatusOr<ZipReader::Entry> ZipReader::read_entry(
   if (total > rest->size()) {
     return damaged("a central directory entry is cut short");
   }
-  Entry entry{std::string(rest->substr(kDirectoryEntryBytes, name_bytes)),
+  Entry entry{rest->substr(kDirectoryEntryBytes, name_bytes),
               get<uint32_t>(*rest, 42), get<uint32_t>(*rest, 24),
-              get<uint32_t>(*rest, 16)};
+              get<uint32_t>(*rest, 16),
+              method == 0 && (flags & kFlagEncrypted) == 0};
   uint64_t stored_size = get<uint32_t>(*rest, 20);
   FS_RETURN_IF_ERROR(
       apply_zip64(rest->substr(kDirectoryEntryBytes + name_bytes, extra_bytes),
                   &entry.size, &stored_size, &entry.header_offset));
   rest->remove_prefix(total);
-  if (method != 0 || (flags & kFlagEncrypted) != 0) {
-    return absl::UnimplementedError(absl::StrCat(
-        "ZIP entry \"", entry.name, "\" is compressed or encrypted (method ",
-        method, "), expected stored bytes"));
-  }
-  if (stored_size != entry.size) {
+  if (entry.is_stored && stored_size != entry.size) {
     return damaged(
         absl::StrCat("entry \"", entry.name, "\" has two different sizes"));
   }
   return entry;
 }
 
-const ZipReader::Entry* ZipReader::find(const std::string& name) const {
-  const auto found = index_.find(name);
-  return found == index_.end() ? nullptr : &entries_[found->second];
+const ZipReader::Entry* ZipReader::find(absl::string_view name) const {
+  const auto found =
+      std::lower_bound(by_name_.begin(), by_name_.end(), name,
+                       [&](uint32_t i, absl::string_view wanted) {
+                         return entries_[i].name < wanted;
+                       });
+  if (found == by_name_.end() || entries_[*found].name != name) return nullptr;
+  return &entries_[*found];
 }
 
 absl::StatusOr<absl::string_view> ZipReader::data(const Entry& entry) const {
+  if (!entry.is_stored) {
+    return absl::UnimplementedError(
+        absl::StrCat("ZIP entry \"", entry.name,
+                     "\" is compressed or encrypted, expected stored bytes"));
+  }
   const uint64_t header = entry.header_offset;
   if (!fits(header, kLocalHeaderBytes, directory_offset_) ||
       get<uint32_t>(bytes_, header) != kLocalHeaderSignature) {

@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,25 +16,26 @@ namespace fullshard {
 class ZipReader {
  public:
   struct Entry {
-    std::string name;
+    absl::string_view name;
     uint64_t header_offset;
     uint64_t size;
     uint32_t crc;
+    bool is_stored;  // else compressed or encrypted
   };
 
-  // Reads the central directory.
+  // Reads the central directory, at a cost in memory of about its size.
   // Lifetime: `bytes` outlives the reader and every view it returns.
-  // Errors: DataLoss where the archive is cut short or inconsistent;
-  // Unimplemented for compressed or encrypted entries.
+  // Errors: DataLoss where the archive is cut short or inconsistent.
   static absl::StatusOr<ZipReader> open(absl::string_view bytes);
 
   const std::vector<Entry>& entries() const { return entries_; }
 
   // Returns the entry `name`, or nullptr.
-  const Entry* find(const std::string& name) const;
+  const Entry* find(absl::string_view name) const;
 
   // Returns the bytes of an entry without reading them.
-  // Errors: DataLoss if its local header is damaged or reaches out of the file.
+  // Errors: DataLoss if its local header is damaged or reaches out of the
+  // file; Unimplemented for a compressed or encrypted entry.
   absl::StatusOr<absl::string_view> data(const Entry& entry) const;
 
   // Reads the entry and compares its checksum.
@@ -54,11 +53,12 @@ class ZipReader {
   absl::StatusOr<Directory> find_zip64_directory(uint64_t end_offset) const;
   absl::Status read_directory(const Directory& directory);
   absl::StatusOr<Entry> read_entry(absl::string_view* rest) const;
+  absl::Status build_index();
 
   absl::string_view bytes_;
   uint64_t directory_offset_ = 0;
   std::vector<Entry> entries_;
-  std::unordered_map<std::string, size_t> index_;
+  std::vector<uint32_t> by_name_;
 };
 
 }  // namespace fullshard

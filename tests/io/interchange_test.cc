@@ -60,8 +60,10 @@ out["torch.float32/slice"] = base[1:, ::2]
 out["torch.float32/slice.bytes"] = torch.tensor(raw(base[1:, ::2]), dtype=torch.uint8)
 out["torch.float32/parameter"] = torch.nn.Parameter(base)
 out["torch.float32/parameter.bytes"] = torch.tensor(raw(base), dtype=torch.uint8)
-torch.save({"tensors": out, "scalar": torch.tensor(3), "empty": torch.empty(0, 4),
-            "step": 7, "nested": {"list": [1, 2.5, "x", None, (True,)]}}, sys.argv[2])
+everything = {"tensors": out, "scalar": torch.tensor(3), "empty": torch.empty(0, 4),
+              "step": 7, "nested": {"list": [1, 2.5, "x", None, (True,)]}}
+torch.save(everything, sys.argv[2])
+torch.save(everything, sys.argv[3], _use_new_zipfile_serialization=False)
 print("python agrees")
 )";
 
@@ -150,15 +152,9 @@ void write_file(const std::string& path) {
   ASSERT_TRUE(writer->commit().ok());
 }
 
-TEST(InterchangeTest, EveryDtypeBothWaysBitForBit) {
-  if (!have_python()) GTEST_SKIP();
-  TempDir dir;
-  const std::string ours = dir.file("ours.pt"), theirs = dir.file("theirs.pt");
-  write_file(ours);
-  ASSERT_EQ(run_python(dir.write("check.py", kScript),
-                       absl::StrCat("'", ours, "' '", theirs, "'")),
-            0);
-  auto reader = PtReader::open(theirs).value();
+// Compares every tensor of a file that Python wrote with its companion.
+void expect_values(const std::string& path) {
+  auto reader = PtReader::open(path).value();
   const PtValue tensors = *reader->root().find("tensors");
   int num_compared = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -174,6 +170,22 @@ TEST(InterchangeTest, EveryDtypeBothWaysBitForBit) {
     ++num_compared;
   }
   EXPECT_EQ(num_compared, 2 * 21 + 3);
+}
+
+TEST(InterchangeTest, EveryDtypeBothWaysBitForBit) {
+  if (!have_python()) GTEST_SKIP();
+  TempDir dir;
+  const std::string ours = dir.file("ours.pt"), theirs = dir.file("theirs.pt");
+  const std::string legacy = dir.file("legacy.pt");
+  write_file(ours);
+  ASSERT_EQ(
+      run_python(dir.write("check.py", kScript),
+                 absl::StrCat("'", ours, "' '", theirs, "' '", legacy, "'")),
+      0);
+  EXPECT_FALSE(PtReader::open(theirs).value()->is_legacy());
+  EXPECT_TRUE(PtReader::open(legacy).value()->is_legacy());
+  expect_values(theirs);
+  expect_values(legacy);
   std::printf("INTERCHANGE RAN every dtype both ways\n");
 }
 

@@ -264,7 +264,7 @@ TEST(PtTest, WhatIsNoCheckpointIsNamed) {
       {"Git-LFS pointer", "version https://git-lfs.github.com/spec/v1\n"},
       {"web page", "\n<!DOCTYPE html><html>"},
       {"safetensors", safetensors},
-      {"legacy format", legacy},
+      {"cut short", legacy},
       {"cut short", "PK"},
       {"cut short", std::string("PK\x03\x04", 4) + std::string(100, 'x')},
       {"not a checkpoint", "hello"}};
