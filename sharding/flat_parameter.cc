@@ -305,9 +305,40 @@ std::vector<std::pair<int64_t, int64_t>> FlatParameter::gaps() const {
   return gaps;
 }
 
+void FlatParameter::copy_gradient(size_t index, const char* from, char* buffer,
+                                  int64_t element_size,
+                                  std::vector<Piece>* own) const {
+  const int64_t begin = layout_.offsets[index];
+  const int64_t end = begin + layout_.numels[index];
+  const auto copy = [&](int64_t first, int64_t last) {
+    if (first >= last) return;
+    std::memcpy(buffer + first * element_size,
+                from + (first - begin) * element_size,
+                static_cast<size_t>((last - first) * element_size));
+  };
+  if (own == nullptr) return copy(begin, end);
+  const ShardLayout::Range range =
+      layout_.local_range(index, placement_.shard_rank);
+  if (range.numel == 0) return copy(begin, end);
+  const int64_t own_begin = begin + range.parameter_offset;
+  copy(begin, own_begin);
+  copy(own_begin + range.numel, end);
+  const int64_t chunk_begin = layout_.chunk * placement_.shard_rank;
+  add_pieces_to(own_begin, chunk_begin, buffer, element_size, *own);
+  own->push_back({range.numel, from + range.parameter_offset * element_size});
+}
+
+void FlatParameter::add_pieces_to(int64_t end, int64_t chunk_begin,
+                                  const char* buffer, int64_t element_size,
+                                  std::vector<Piece>& own) {
+  int64_t at = chunk_begin;
+  for (const Piece& piece : own) at += piece.numel;
+  if (at < end) own.push_back({end - at, buffer + at * element_size});
+}
+
 void FlatParameter::write_gradients(const at::Tensor* inputs, char* buffer,
-                                    at::ScalarType dtype,
-                                    bool accumulate) const {
+                                    at::ScalarType dtype, bool accumulate,
+                                    std::vector<Piece>* own) const {
   const int64_t element_size = static_cast<int64_t>(c10::elementSize(dtype));
   const at::TensorOptions options =
       at::TensorOptions(placement_.device).dtype(dtype);
@@ -333,8 +364,8 @@ void FlatParameter::write_gradients(const at::Tensor* inputs, char* buffer,
     char* at = buffer + begin * element_size;
     if (!accumulate && host && g.scalar_type() == dtype &&
         g.layout() == at::kStrided && g.strides() == strides_[i]) {
-      std::memcpy(at, g.const_data_ptr(),
-                  static_cast<size_t>(layout_.numels[i] * element_size));
+      copy_gradient(i, static_cast<const char*>(g.const_data_ptr()), buffer,
+                    element_size, own);
       continue;
     }
     const at::Tensor dense = g.is_sparse() ? g.to_dense() : g;
@@ -345,6 +376,11 @@ void FlatParameter::write_gradients(const at::Tensor* inputs, char* buffer,
     } else {
       target.copy_(dense);
     }
+  }
+  if (own != nullptr) {
+    const int64_t chunk_begin = layout_.chunk * placement_.shard_rank;
+    add_pieces_to(chunk_begin + layout_.chunk, chunk_begin, buffer,
+                  element_size, *own);
   }
 }
 

@@ -91,8 +91,17 @@ class FlatParameter final : public StorageOwner {
   // --- gradients
   // Adds (or copies) the gradients `inputs[0..size)`, some undefined, to
   // `buffer`, of layout().padded() elements of `dtype`; gaps become zero.
+  //
+  // With `own`, elements of this rank's own chunk may stay where they are:
+  // returns there where each part of the chunk lies, in order and without gaps,
+  // in `buffer` or in an input.
+  struct Piece {
+    int64_t numel = 0;
+    const char* data = nullptr;
+  };
   void write_gradients(const at::Tensor* inputs, char* buffer,
-                       at::ScalarType dtype, bool accumulate) const;
+                       at::ScalarType dtype, bool accumulate,
+                       std::vector<Piece>* own = nullptr) const;
   // The gradient shard; allocated on first use. Defined values only if
   // has_gradient().
   const at::Tensor& gradient_shard();
@@ -146,6 +155,14 @@ class FlatParameter final : public StorageOwner {
  private:
   void take_parameters();
   bool owns_master() const;
+  // Copies a gradient that needs no conversion, but for its own part, which is
+  // appended to `own`.
+  void copy_gradient(size_t index, const char* from, char* buffer,
+                     int64_t element_size, std::vector<Piece>* own) const;
+  // Appends what lies in `buffer` between the pieces so far and element `end`.
+  static void add_pieces_to(int64_t end, int64_t chunk_begin,
+                            const char* buffer, int64_t element_size,
+                            std::vector<Piece>& own);
   void replace_parameter(size_t index);
   std::vector<std::pair<int64_t, int64_t>> gaps() const;
   void set_local_gradients();

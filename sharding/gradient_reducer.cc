@@ -32,6 +32,9 @@ void GradientReducer::reduce(Unit& unit,
     finish_oldest();
   }
   char* buffer = transport_.acquire_reduce_buffer(unit);
+  Pending pending;
+  pending.unit = &unit;
+  pending.own.resize(unit.flats.size());
   const bool kept_some = unit.unreduced_gradients.defined();
   if (kept_some) {
     const int64_t num_bytes = unit.reduce_bytes(reduce_dtype_);
@@ -39,13 +42,16 @@ void GradientReducer::reduce(Unit& unit,
     at::from_blob(buffer, {num_bytes},
                   at::TensorOptions(kept.device()).dtype(at::kByte))
         .copy_(kept);
-    write(unit, gradients, buffer, /*accumulate=*/true);
+    write(unit, gradients, buffer, /*accumulate=*/true, nullptr);
+  } else if (transport_.reads_own_gradients() && !gradients.empty()) {
+    pending.gradients = gradients;
+    write(unit, gradients, buffer, /*accumulate=*/false, &pending.own);
   } else {
-    write(unit, gradients, buffer, /*accumulate=*/false);
+    write(unit, gradients, buffer, /*accumulate=*/false, nullptr);
   }
   transport_.start_reduce(unit, kept_some || !gradients.empty());
   unit.reduced_this_backward = true;
-  pending_.push_back(&unit);
+  pending_.push_back(std::move(pending));
 }
 
 void GradientReducer::keep(Unit& unit,
@@ -60,12 +66,13 @@ void GradientReducer::keep(Unit& unit,
   }
   write(unit, gradients,
         static_cast<char*>(unit.unreduced_gradients.data_ptr()),
-        /*accumulate=*/!first);
+        /*accumulate=*/!first, nullptr);
 }
 
-void GradientReducer::write(Unit& unit,
-                            const std::vector<at::Tensor>& gradients,
-                            char* buffer, bool accumulate) const {
+void GradientReducer::write(
+    Unit& unit, const std::vector<at::Tensor>& gradients, char* buffer,
+    bool accumulate,
+    std::vector<std::vector<FlatParameter::Piece>>* own) const {
   static const at::Tensor undefined;
   size_t input = 0;
   for (size_t i = 0; i < unit.flats.size(); ++i) {
@@ -77,7 +84,8 @@ void GradientReducer::write(Unit& unit,
       const std::vector<at::Tensor> none(num_inputs);
       flat.write_gradients(none.data(), at, reduce_dtype_, accumulate);
     } else {
-      flat.write_gradients(&gradients[input], at, reduce_dtype_, accumulate);
+      flat.write_gradients(&gradients[input], at, reduce_dtype_, accumulate,
+                           own != nullptr ? &(*own)[i] : nullptr);
     }
     input += num_inputs;
   }
@@ -88,17 +96,19 @@ void GradientReducer::flush() {
 }
 
 void GradientReducer::finish_oldest() {
-  Unit& unit = *pending_.front();
+  Pending pending = std::move(pending_.front());
   pending_.pop_front();
+  Unit& unit = *pending.unit;
   if (replicate_group_ && replicate_group_->getSize() > 1) {
-    finish_with_replicas(unit);
+    finish_with_replicas(pending);
     return;
   }
   std::vector<Transport::Reduced> outputs;
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
-    outputs.push_back({i, flat.gradient_shard(), scale_, flat.has_gradient()});
+    outputs.push_back({i, flat.gradient_shard(), scale_, flat.has_gradient(),
+                       std::move(pending.own[i])});
   }
   if (!transport_.finish_reduce(unit, outputs)) return;
   for (const Transport::Reduced& out : outputs) {
@@ -106,7 +116,8 @@ void GradientReducer::finish_oldest() {
   }
 }
 
-void GradientReducer::finish_with_replicas(Unit& unit) {
+void GradientReducer::finish_with_replicas(Pending& pending) {
+  Unit& unit = *pending.unit;
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
   std::vector<Transport::Reduced> sums;
@@ -118,7 +129,7 @@ void GradientReducer::finish_with_replicas(Unit& unit) {
          at::empty(
              {flat.layout().chunk},
              at::TensorOptions(flat.placement().device).dtype(reduce_dtype_)),
-         /*scale=*/1, /*accumulate=*/false});
+         /*scale=*/1, /*accumulate=*/false, std::move(pending.own[i])});
   }
   // A replica that did not use the unit still takes part, with zeros.
   if (!transport_.finish_reduce(unit, sums)) {

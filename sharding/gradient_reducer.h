@@ -36,16 +36,23 @@ class GradientReducer {
   void flush();
 
  private:
+  struct Pending {
+    Unit* unit;
+    std::vector<at::Tensor> gradients;  // Keeps alive what `own` points to.
+    std::vector<std::vector<FlatParameter::Piece>> own;  // By flat parameter.
+  };
+
   void finish_oldest();
   void write(Unit& unit, const std::vector<at::Tensor>& gradients, char* buffer,
-             bool accumulate) const;
-  void finish_with_replicas(Unit& unit);
+             bool accumulate,
+             std::vector<std::vector<FlatParameter::Piece>>* own) const;
+  void finish_with_replicas(Pending& pending);
 
   Transport& transport_;
   const double scale_;
   const c10::intrusive_ptr<c10d::Backend> replicate_group_;
   const at::ScalarType reduce_dtype_;
-  std::deque<Unit*> pending_;  // Oldest first.
+  std::deque<Pending> pending_;  // Oldest first.
 };
 
 }  // namespace fullshard::internal

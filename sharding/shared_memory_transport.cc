@@ -134,6 +134,8 @@ class SharedMemoryTransport final : public Transport {
     return static_cast<int>(reduce_buffers_.size()) - 1;
   }
 
+  bool reads_own_gradients() const override { return true; }
+
   bool reduction_is_ready() const override {
     const ReduceBuffer& buffer = reduce_buffers_[finishing_];
     for (int rank = 0; rank < group_.getSize(); ++rank) {
@@ -190,19 +192,35 @@ class SharedMemoryTransport final : public Transport {
 
   void add_slices(const Unit& unit, const ReduceBuffer& buffer,
                   const std::vector<Reduced>& outputs) {
+    const auto own_rank = static_cast<size_t>(group_.getRank());
     for (const Reduced& out : outputs) {
       const ShardLayout& layout = unit.flats[out.flat]->layout();
-      const int64_t offset =
-          unit.reduce_offset(out.flat, reduce_dtype_) +
-          layout.chunk * group_.getRank() *
-              static_cast<int64_t>(c10::elementSize(reduce_dtype_));
+      const int64_t offset = unit.reduce_offset(out.flat, reduce_dtype_) +
+                             layout.chunk * group_.getRank() * element_size();
       sources_.clear();
       for (const at::Tensor& memory : buffer.memory) {
         sources_.push_back(static_cast<const char*>(memory.const_data_ptr()) +
                            offset);
       }
-      sum_into(out, layout.chunk);
+      if (out.own.empty()) {
+        sum_into(out, 0, layout.chunk);
+        continue;
+      }
+      int64_t begin = 0;
+      for (const FlatParameter::Piece& piece : out.own) {
+        sources_[own_rank] = piece.data;
+        sum_into(out, begin, piece.numel);
+        begin += piece.numel;
+        for (const void*& source : sources_) {
+          source =
+              static_cast<const char*>(source) + piece.numel * element_size();
+        }
+      }
     }
+  }
+
+  int64_t element_size() const {
+    return static_cast<int64_t>(c10::elementSize(reduce_dtype_));
   }
 
   void release_slot(int index) {
@@ -235,10 +253,13 @@ class SharedMemoryTransport final : public Transport {
     unit.slot.private_memory = std::move(memory);
   }
 
-  void sum_into(const Reduced& out, int64_t numel) {
+  // Sums elements [begin, begin + numel) of the shard, which sources_ point at.
+  void sum_into(const Reduced& out, int64_t begin, int64_t numel) {
     const at::ScalarType dtype = out.shard.scalar_type();
     if (dtype == at::kFloat || dtype == reduce_dtype_) {
-      sum_slices(out.shard.data_ptr(), dtype, sources_, reduce_dtype_, numel,
+      void* to = static_cast<char*>(out.shard.data_ptr()) +
+                 begin * static_cast<int64_t>(c10::elementSize(dtype));
+      sum_slices(to, dtype, sources_, reduce_dtype_, numel,
                  static_cast<float>(out.scale), out.accumulate);
       return;
     }
@@ -246,10 +267,11 @@ class SharedMemoryTransport final : public Transport {
     at::Tensor sum = at::empty({numel}, at::kFloat);
     sum_slices(sum.data_ptr(), at::kFloat, sources_, reduce_dtype_, numel,
                static_cast<float>(out.scale), /*accumulate=*/false);
+    at::Tensor part = out.shard.narrow(0, begin, numel);
     if (out.accumulate) {
-      out.shard.add_(sum);
+      part.add_(sum);
     } else {
-      out.shard.copy_(sum);
+      part.copy_(sum);
     }
   }
 

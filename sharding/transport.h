@@ -53,7 +53,11 @@ class Transport {
     at::Tensor shard;         // [chunk]
     double scale = 1;         // Multiplies the sum over ranks.
     bool accumulate = false;  // Adds to what is there.
+    // Where this rank's own gradients of the chunk lie; empty: in the buffer.
+    std::vector<FlatParameter::Piece> own = {};
   };
+  // Whether finish_reduce takes Reduced::own into account.
+  virtual bool reads_own_gradients() const { return false; }
   // Returns false, and leaves the shards alone, if no rank used the unit and
   // the ranks can tell.
   virtual bool finish_reduce(Unit& unit,
