@@ -30,9 +30,10 @@ install_packages() {
       "$(paste -sd' ' "$here/debian_packages.txt")"
     exit 1
   fi
+  # dpkg-query fails if one of the packages was never heard of.
   # shellcheck disable=SC2046
-  installed=" $(dpkg-query -W -f '${db:Status-Status} ${Package}\n' \
-    $(cat "$here/debian_packages.txt") 2>/dev/null |
+  installed=" $({ dpkg-query -W -f '${db:Status-Status} ${Package}\n' \
+    $(cat "$here/debian_packages.txt") 2>/dev/null || true; } |
     sed -n 's/^installed //p' | paste -sd' ') "
   missing=$(missing_packages | paste -sd' ')
   [ -n "$missing" ] || return 0
