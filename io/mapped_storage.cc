@@ -4,6 +4,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/TensorImpl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -34,6 +36,18 @@ c10::Storage mapped_storage(const std::shared_ptr<MappedFile>& file,
                  : copy_aligned(bytes);
   return c10::Storage(c10::Storage::use_byte_size_t(), bytes.size(),
                       std::move(pointer));
+}
+
+void release_pages(const at::Tensor& tensor) {
+  const c10::DataPtr& pointer = tensor.storage().data_ptr();
+  if (pointer.get_deleter() != &release_mapping) return;
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(pointer.get());
+  const uintptr_t first = (begin + page - 1) / page * page;
+  const uintptr_t last = (begin + tensor.storage().nbytes()) / page * page;
+  if (first < last) {
+    ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
 }
 
 at::Tensor tensor_view(c10::Storage storage, c10::ScalarType dtype,

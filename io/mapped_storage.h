@@ -18,6 +18,12 @@ namespace fullshard {
 c10::Storage mapped_storage(const std::shared_ptr<MappedFile>& file,
                             absl::string_view bytes, size_t alignment);
 
+// Lets the system forget the pages that lie wholly in the storage of `tensor`,
+// if that is a mapped one; they are read from the file when touched again. So
+// a file larger than memory passes through in a bounded number of pages.
+// Requires: nothing was written to the tensor.
+void release_pages(const at::Tensor& tensor);
+
 // Returns a strided view of `storage`; sizes, strides and offset in elements.
 // Requires: the view lies in the storage.
 at::Tensor tensor_view(c10::Storage storage, c10::ScalarType dtype,

@@ -122,8 +122,9 @@ absl::StatusOr<absl::string_view> PtReader::storage_bytes(
 absl::StatusOr<c10::Storage> PtReader::storage(const PickledTensor& tensor) {
   const std::string& key = tensor.storage_key;
   if (const auto found = storages_.find(key); found != storages_.end()) {
-    if (static_cast<int64_t>(found->second.nbytes()) == tensor.storage_bytes) {
-      return found->second;
+    c10::Storage used(found->second.lock());
+    if (used && static_cast<int64_t>(used.nbytes()) == tensor.storage_bytes) {
+      return used;
     }
   }
   FS_ASSIGN_OR_RETURN(const Bytes bytes, storage_bytes(key));
@@ -136,7 +137,7 @@ absl::StatusOr<c10::Storage> PtReader::storage(const PickledTensor& tensor) {
   c10::Storage storage = mapped_storage(
       file_, bytes.substr(0, size),
       zip_.has_value() ? kElementAlignment : c10::elementSize(tensor.dtype));
-  storages_[key] = storage;
+  storages_.insert_or_assign(key, storage.getWeakStorageImpl());
   return storage;
 }
 

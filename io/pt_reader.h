@@ -63,7 +63,9 @@ class PtReader {
   std::string prefix_;  // "archive/"
   // Of the legacy format: where each storage lies in the file.
   std::unordered_map<std::string, absl::string_view> legacy_storages_;
-  std::unordered_map<std::string, c10::Storage> storages_;
+  // Those in use, so that tied tensors share one.
+  std::unordered_map<std::string, c10::weak_intrusive_ptr<c10::StorageImpl>>
+      storages_;
 };
 
 }  // namespace fullshard
