@@ -43,7 +43,8 @@ class LegacyReader {
 
  private:
   absl::StatusOr<Pickle> next() {
-    FS_ASSIGN_OR_RETURN(Pickle pickle, read_pickle_prefix(rest_, file_));
+    FS_ASSIGN_OR_RETURN(Pickle pickle,
+                        read_pickle_prefix(rest_, file_, file_->size()));
     rest_.remove_prefix(pickle.num_bytes);
     return pickle;
   }

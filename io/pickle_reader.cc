@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,6 +21,9 @@ using internal::strip_torch;
 constexpr size_t kMaxPickleBytes = size_t{64} << 20;
 constexpr size_t kMaxDimensions = 64;
 constexpr uint32_t kMaxDepth = 1000;
+constexpr size_t kMemoryPerFileByte = 8;
+constexpr size_t kFreeMemory = size_t{1} << 20;
+constexpr size_t kMaxMarks = 4 * kMaxDepth;
 constexpr uint32_t kNoNode = 0xffffffff;
 
 absl::Status malformed(absl::string_view what) {
@@ -53,9 +55,11 @@ bool is_storage_type(const PickleNode& node) {
 // The machine that runs a pickle's opcodes.
 class PickleReader {
  public:
-  PickleReader(absl::string_view bytes, std::shared_ptr<const void> owner)
+  PickleReader(absl::string_view bytes, std::shared_ptr<const void> owner,
+               size_t max_memory)
       : document_(std::make_shared<PickleDocument>()),
         num_available_(bytes.size()),
+        max_memory_(max_memory),
         rest_(bytes) {
     document_->owner = std::move(owner);
     make_constants();
@@ -69,9 +73,9 @@ class PickleReader {
   uint32_t none() const { return 0; }
   uint32_t boolean(bool value) const { return value ? 2 : 1; }
   uint32_t empty_tuple() const { return 3; }
-  uint32_t small_integer(uint8_t value) const { return 4 + value; }
 
-  PickleNode& node(uint32_t index) { return document_->nodes[index]; }
+  const PickleNode& node(uint32_t index) { return document_->node(index); }
+  int64_t integer(uint32_t index) { return document_->integer(index); }
   PtKind kind(uint32_t index) { return node(index).kind; }
 
   absl::Status run(Opcode code);
@@ -118,26 +122,25 @@ class PickleReader {
   absl::Status check_keys(const PickleNode& dict);
 
   size_t num_read() const { return num_available_ - rest_.size(); }
+  size_t memory() const;
   std::vector<PickledStorage> storages() const;
 
   std::shared_ptr<PickleDocument> document_;
   const size_t num_available_;
+  const size_t max_memory_;
   absl::string_view rest_;
   std::vector<uint32_t> stack_;
   std::vector<size_t> marks_;
   std::vector<uint32_t> memo_;
+  size_t num_items_ = 0;  // of all containers
 };
 
 void PickleReader::make_constants() {
-  std::vector<PickleNode>& nodes = document_->nodes;
-  nodes.resize(4 + 256);
+  std::deque<PickleNode>& nodes = document_->nodes;
+  nodes.resize(4);
   nodes[1].kind = nodes[2].kind = PtKind::kBool;
   nodes[2].integer = 1;
   nodes[3].kind = PtKind::kTuple;
-  for (int i = 0; i < 256; ++i) {
-    nodes[4 + i].kind = PtKind::kInt;
-    nodes[4 + i].integer = i;
-  }
 }
 
 absl::StatusOr<Pickle> PickleReader::read() {
@@ -148,6 +151,11 @@ absl::StatusOr<Pickle> PickleReader::read() {
     FS_ASSIGN_OR_RETURN(const uint64_t code, little_endian(1));
     if (static_cast<Opcode>(code) == Opcode::kStop) break;
     FS_RETURN_IF_ERROR(run(static_cast<Opcode>(code)));
+    if (memory() > max_memory_) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("its values need more than ", max_memory_,
+                       " bytes of memory, which its size does not explain"));
+    }
     if (num_read() > kMaxPickleBytes) {
       return malformed(
           absl::StrCat("more than ", kMaxPickleBytes, " bytes of values"));
@@ -161,6 +169,16 @@ absl::StatusOr<Pickle> PickleReader::read() {
   return Pickle{PtValue(document_, document_->root), num_read(), storages()};
 }
 
+// What the machine holds, without the allocator's own bytes. A full stack
+// counts as if it had grown: old and new memory exist together for a while.
+size_t PickleReader::memory() const {
+  const bool is_full = stack_.size() == stack_.capacity();
+  return document_->nodes.size() * sizeof(PickleNode) +
+         (num_items_ + (is_full ? 3 : 1) * stack_.capacity() +
+          memo_.capacity()) *
+             sizeof(uint32_t);
+}
+
 std::vector<PickledStorage> PickleReader::storages() const {
   std::vector<PickledStorage> result;
   for (const PickleNode& value : document_->nodes) {
@@ -171,7 +189,7 @@ std::vector<PickledStorage> PickleReader::storages() const {
                       typed == nullptr ? 1
                                        : static_cast<int64_t>(
                                              c10::elementSize(typed->dtype)),
-                      document_->nodes[value.items[2]].integer});
+                      document_->integer(value.items[2])});
   }
   return result;
 }
@@ -244,6 +262,7 @@ absl::Status PickleReader::run_container(Opcode code) {
   PickleNode container;
   switch (code) {
     case Opcode::kMark:
+      if (marks_.size() > kMaxMarks) return malformed("nested too deeply");
       marks_.push_back(stack_.size());
       return absl::OkStatus();
     case Opcode::kEmptyDict:
@@ -342,6 +361,7 @@ absl::StatusOr<uint32_t> PickleReader::make(PickleNode node) {
   if (document_->nodes.size() >= num_read() / 2 + 4096) {
     return malformed("more values than its size explains");
   }
+  num_items_ += node.items.size();
   document_->nodes.push_back(std::move(node));
   return static_cast<uint32_t>(document_->nodes.size() - 1);
 }
@@ -353,8 +373,8 @@ absl::Status PickleReader::push_new(PickleNode node) {
 }
 
 absl::Status PickleReader::push_integer(int64_t value) {
-  if (value >= 0 && value < 256) {
-    stack_.push_back(small_integer(static_cast<uint8_t>(value)));
+  if (value >= 0 && value < kNoNode - internal::kInlineInteger) {
+    stack_.push_back(static_cast<uint32_t>(value) | internal::kInlineInteger);
     return absl::OkStatus();
   }
   PickleNode node;
@@ -431,7 +451,7 @@ absl::Status PickleReader::read_global() {
 
 absl::Status PickleReader::put(uint64_t slot) {
   if (stack_.empty()) return malformed("nothing to remember");
-  if (slot > num_read()) return malformed("a memo out of range");
+  if (slot > num_read() / 2 + 16) return malformed("a memo out of range");
   if (slot >= memo_.size()) memo_.resize(slot + 1, kNoNode);
   memo_[slot] = stack_.back();
   return absl::OkStatus();
@@ -449,7 +469,7 @@ absl::Status PickleReader::add_items(bool to_dict,
                                      std::vector<uint32_t> items) {
   FS_ASSIGN_OR_RETURN(const uint32_t target, pop());
   stack_.push_back(target);
-  PickleNode& container = node(target);
+  const PickleNode& container = node(target);
   const bool is_dict =
       container.kind == PtKind::kDict || container.kind == PtKind::kOrderedDict;
   if (to_dict ? !is_dict : container.kind != PtKind::kList) {
@@ -457,7 +477,9 @@ absl::Status PickleReader::add_items(bool to_dict,
         absl::StrCat("items added to ", kind_name(container.kind)));
   }
   if (to_dict && items.size() % 2 != 0) return malformed("a key has no value");
-  container.items.insert(container.items.end(), items.begin(), items.end());
+  num_items_ += items.size();
+  std::vector<uint32_t>& all = document_->nodes[target].items;
+  all.insert(all.end(), items.begin(), items.end());
   return absl::OkStatus();
 }
 
@@ -472,7 +494,7 @@ absl::Status PickleReader::persistent_id() {
       kind(items[0]) != PtKind::kString || node(items[0]).text != "storage" ||
       !is_storage_type(node(items[1])) || kind(items[2]) != PtKind::kString ||
       kind(items[3]) != PtKind::kString || kind(items[4]) != PtKind::kInt ||
-      node(items[4]).integer < 0) {
+      integer(items[4]) < 0) {
     return malformed("a storage is not described as torch.save does");
   }
   PickleNode storage;
@@ -483,10 +505,9 @@ absl::Status PickleReader::persistent_id() {
     if (node(items[1]).text == internal::kUntypedStorage ||
         kind(items[5]) != PtKind::kTuple || view.size() != 3 ||
         kind(view[1]) != PtKind::kInt || kind(view[2]) != PtKind::kInt ||
-        node(view[1]).integer < 0 || node(view[2]).integer < 0 ||
-        node(view[1]).integer > node(items[4]).integer ||
-        node(view[2]).integer >
-            node(items[4]).integer - node(view[1]).integer) {
+        integer(view[1]) < 0 || integer(view[2]) < 0 ||
+        integer(view[1]) > integer(items[4]) ||
+        integer(view[2]) > integer(items[4]) - integer(view[1])) {
       return malformed("a view of a storage reaches out of it");
     }
     storage.items.push_back(view[1]);
@@ -562,7 +583,7 @@ absl::Status PickleReader::call_device(const std::vector<uint32_t>& arguments) {
   PickleNode device;
   device.kind = PtKind::kDevice;
   device.text = node(arguments[0]).text;
-  device.integer = has_index ? node(arguments[1]).integer : -1;
+  device.integer = has_index ? integer(arguments[1]) : -1;
   return push_new(std::move(device));
 }
 
@@ -596,7 +617,7 @@ absl::Status PickleReader::call_rebuild_tensor(
   PickleNode tensor;
   tensor.kind = PtKind::kTensor;
   tensor.text = dtype->name;
-  tensor.integer = node(arguments[4]).integer;
+  tensor.integer = integer(arguments[4]);
   tensor.items.assign(arguments.begin(), arguments.begin() + 4);
   return push_new(std::move(tensor));
 }
@@ -621,7 +642,7 @@ const std::vector<uint32_t>* PickleReader::integers(uint32_t tuple) {
     return nullptr;
   }
   for (const uint32_t item : items) {
-    if (kind(item) != PtKind::kInt || node(item).integer < 0) return nullptr;
+    if (kind(item) != PtKind::kInt || integer(item) < 0) return nullptr;
   }
   return &items;
 }
@@ -631,7 +652,7 @@ absl::Status PickleReader::check_view(uint32_t storage, int64_t element_bytes,
                                       uint32_t strides) {
   const std::vector<uint32_t>* const size_items = integers(sizes);
   const std::vector<uint32_t>* const stride_items = integers(strides);
-  if (kind(offset) != PtKind::kInt || node(offset).integer < 0 ||
+  if (kind(offset) != PtKind::kInt || integer(offset) < 0 ||
       size_items == nullptr || stride_items == nullptr ||
       size_items->size() != stride_items->size()) {
     return malformed("a tensor's shape is not described as torch.save does");
@@ -642,24 +663,24 @@ absl::Status PickleReader::check_view(uint32_t storage, int64_t element_bytes,
       typed == nullptr ? 1
                        : static_cast<int64_t>(c10::elementSize(typed->dtype));
   int64_t storage_bytes = 0;
-  int64_t end = node(offset).integer;
+  int64_t end = integer(offset);
   int64_t numel = 1;
   // A view's own number of elements stands last.
   const std::vector<uint32_t>& described = node(storage).items;
   bool overflow = __builtin_mul_overflow(
-      node(described.size() > 3 ? described[4] : described[2]).integer,
-      unit_bytes, &storage_bytes);
+      integer(described.size() > 3 ? described[4] : described[2]), unit_bytes,
+      &storage_bytes);
   bool is_empty = false;
   if (described.size() > 3) {
     int64_t first = 0;
-    overflow |= __builtin_add_overflow(end, node(described[3]).integer, &first);
+    overflow |= __builtin_add_overflow(end, integer(described[3]), &first);
   }
   for (size_t i = 0; i < size_items->size(); ++i) {
-    const int64_t size = node((*size_items)[i]).integer;
+    const int64_t size = integer((*size_items)[i]);
     int64_t span = 0;
     is_empty = is_empty || size == 0;
     overflow |= __builtin_mul_overflow(std::max<int64_t>(size, 1) - 1,
-                                       node((*stride_items)[i]).integer, &span);
+                                       integer((*stride_items)[i]), &span);
     overflow |= __builtin_add_overflow(end, span, &end);
     overflow |=
         __builtin_mul_overflow(numel, std::max<int64_t>(size, 1), &numel);
@@ -681,7 +702,7 @@ absl::Status PickleReader::call_rebuild_parameter(
     return malformed("a parameter is not described as torch.save does");
   }
   PickleNode parameter = node(arguments[0]);
-  parameter.integer = node(arguments[1]).integer;
+  parameter.integer = integer(arguments[1]);
   return push_new(std::move(parameter));
 }
 
@@ -705,6 +726,7 @@ absl::Status PickleReader::check_tree(uint32_t root) {
   };
   constexpr uint64_t kUnseen = 0, kOpen = ~uint64_t{0};
   std::vector<uint64_t> unfolded(document_->nodes.size(), kUnseen);
+  if ((root & internal::kInlineInteger) != 0) return absl::OkStatus();
   const uint64_t limit = 8 * num_read() + 4096;
   std::vector<Frame> path = {{root, 0}};
   while (!path.empty()) {
@@ -720,6 +742,7 @@ absl::Status PickleReader::check_tree(uint32_t root) {
     }
     if (!is_leaf && path.back().next < value.items.size()) {
       const uint32_t child = value.items[path.back().next++];
+      if ((child & internal::kInlineInteger) != 0) continue;
       if (unfolded[child] == kUnseen) {
         path.push_back({child, 0});
         if (path.size() > kMaxDepth) return malformed("nested too deeply");
@@ -730,7 +753,9 @@ absl::Status PickleReader::check_tree(uint32_t root) {
     }
     uint64_t total = 1;
     for (const uint32_t child : value.items) {
-      if (!is_leaf) total = std::min(total + unfolded[child], limit + 1);
+      if (is_leaf) break;
+      const bool is_integer = (child & internal::kInlineInteger) != 0;
+      total = std::min(total + (is_integer ? 1 : unfolded[child]), limit + 1);
     }
     if (total > limit) return malformed("shared values unfold beyond its size");
     unfolded[current] = total;
@@ -743,17 +768,24 @@ absl::Status PickleReader::check_keys(const PickleNode& dict) {
   if (dict.kind != PtKind::kDict && dict.kind != PtKind::kOrderedDict) {
     return absl::OkStatus();
   }
-  std::unordered_set<std::string> names;
-  std::unordered_set<int64_t> numbers;
+  std::vector<absl::string_view> names;
+  std::vector<int64_t> numbers;
   for (size_t i = 0; i < dict.items.size(); i += 2) {
     const PickleNode& key = node(dict.items[i]);
-    if (key.kind == PtKind::kString &&
-        !names.emplace(key.text.data(), key.text.size()).second) {
-      return malformed(absl::StrCat("key \"", key.text, "\" appears twice"));
+    if (key.kind == PtKind::kString) names.push_back(key.text);
+    if (key.kind == PtKind::kInt) {
+      numbers.push_back(integer(dict.items[i]));
     }
-    if (key.kind == PtKind::kInt && !numbers.insert(key.integer).second) {
-      return malformed(absl::StrCat("key ", key.integer, " appears twice"));
-    }
+  }
+  std::sort(names.begin(), names.end());
+  std::sort(numbers.begin(), numbers.end());
+  const auto name = std::adjacent_find(names.begin(), names.end());
+  if (name != names.end()) {
+    return malformed(absl::StrCat("key \"", *name, "\" appears twice"));
+  }
+  const auto number = std::adjacent_find(numbers.begin(), numbers.end());
+  if (number != numbers.end()) {
+    return malformed(absl::StrCat("key ", *number, " appears twice"));
   }
   return absl::OkStatus();
 }
@@ -762,13 +794,17 @@ absl::Status PickleReader::check_keys(const PickleNode& dict) {
 
 absl::StatusOr<PtValue> read_pickle(std::string bytes) {
   const auto owner = std::make_shared<const std::string>(std::move(bytes));
-  FS_ASSIGN_OR_RETURN(Pickle pickle, read_pickle_prefix(*owner, owner));
+  FS_ASSIGN_OR_RETURN(Pickle pickle,
+                      read_pickle_prefix(*owner, owner, owner->size()));
   return std::move(pickle.root);
 }
 
 absl::StatusOr<Pickle> read_pickle_prefix(absl::string_view bytes,
-                                          std::shared_ptr<const void> owner) {
-  return PickleReader(bytes, std::move(owner)).read();
+                                          std::shared_ptr<const void> owner,
+                                          size_t file_bytes) {
+  const size_t max_memory =
+      kMemoryPerFileByte * std::min(file_bytes, ~size_t{0} / 16) + kFreeMemory;
+  return PickleReader(bytes, std::move(owner), max_memory).read();
 }
 
 }  // namespace fullshard

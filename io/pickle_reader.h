@@ -1,6 +1,7 @@
 #ifndef FULLSHARD_IO_PICKLE_READER_H_
 #define FULLSHARD_IO_PICKLE_READER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -16,7 +17,8 @@ namespace fullshard {
 // tensors, parameters, torch.Size, dtypes and devices. Runs nothing: a pickle
 // that names anything else is refused by that name.
 //
-// Time and memory are linear in the input; nesting is limited to 1000 levels,
+// Time and memory are linear in the input (memory at most eight times its size
+// and a mebibyte); nesting is limited to 1000 levels,
 // and shared values may not unfold to more than the input's size.
 // Errors: PermissionDenied for a refused global; Unimplemented for another
 // protocol; DataLoss for all that is malformed.
@@ -38,8 +40,11 @@ struct Pickle {
 // Reads the pickle at the start of `bytes`; anything may follow it. Python 2's
 // pickles and those of the legacy format are read too.
 // Lifetime: the values view `bytes`, which `owner` keeps alive.
+// Errors: also ResourceExhausted, where the values would need more memory than
+// eight times `file_bytes` (the file that holds the pickle) and a mebibyte.
 absl::StatusOr<Pickle> read_pickle_prefix(absl::string_view bytes,
-                                          std::shared_ptr<const void> owner);
+                                          std::shared_ptr<const void> owner,
+                                          size_t file_bytes);
 
 }  // namespace fullshard
 

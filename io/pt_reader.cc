@@ -87,9 +87,12 @@ absl::Status PtReader::read_archive() {
   FS_ASSIGN_OR_RETURN(zip_, ZipReader::open(file_->bytes()));
   FS_ASSIGN_OR_RETURN(prefix_, find_prefix(*zip_));
   FS_RETURN_IF_ERROR(check_byte_order(*zip_, prefix_));
-  FS_ASSIGN_OR_RETURN(std::string pickle,
+  FS_ASSIGN_OR_RETURN(std::string bytes,
                       read_entry(*zip_, prefix_ + "data.pkl"));
-  FS_ASSIGN_OR_RETURN(root_, read_pickle(std::move(pickle)));
+  const auto owner = std::make_shared<const std::string>(std::move(bytes));
+  FS_ASSIGN_OR_RETURN(Pickle pickle,
+                      read_pickle_prefix(*owner, owner, file_->size()));
+  root_ = std::move(pickle.root);
   return absl::OkStatus();
 }
 

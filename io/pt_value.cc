@@ -47,6 +47,15 @@ const char* kind_name(PtKind kind) {
   return "an unknown value";
 }
 
+const PickleNode& internal::PickleDocument::node(uint32_t index) const {
+  static const PickleNode* const integer = [] {
+    auto* const made = new PickleNode();
+    made->kind = PtKind::kInt;
+    return made;
+  }();
+  return (index & kInlineInteger) != 0 ? *integer : nodes[index];
+}
+
 bool PtValue::as_bool() const {
   TORCH_CHECK(kind() == PtKind::kBool, kind_name(kind()), " is not a bool");
   return node().integer != 0;
@@ -54,7 +63,7 @@ bool PtValue::as_bool() const {
 
 int64_t PtValue::as_int() const {
   TORCH_CHECK(kind() == PtKind::kInt, kind_name(kind()), " is not an integer");
-  return node().integer;
+  return document_->integer(node_);
 }
 
 double PtValue::as_float() const {
@@ -78,7 +87,7 @@ c10::ScalarType PtValue::as_dtype() const {
 
 PickledTensor PtValue::as_tensor() const {
   TORCH_CHECK(is_tensor(), kind_name(kind()), " is not a tensor");
-  const std::vector<PickleNode>& nodes = document_->nodes;
+  const std::deque<PickleNode>& nodes = document_->nodes;
   const PickleNode& storage = nodes[node().items[0]];
   const absl::string_view storage_type = nodes[storage.items[0]].text;
   const DtypeName* const typed =
@@ -87,20 +96,20 @@ PickledTensor PtValue::as_tensor() const {
   PickledTensor tensor;
   tensor.dtype = find_dtype(node().text)->dtype;
   tensor.storage_key = std::string(nodes[storage.items[1]].text);
-  tensor.storage_bytes = nodes[storage.items[2]].integer;
+  tensor.storage_bytes = document_->integer(storage.items[2]);
   if (typed != nullptr) {
     tensor.storage_bytes *=
         static_cast<int64_t>(c10::elementSize(typed->dtype));
   }
-  tensor.storage_offset = nodes[node().items[1]].integer;
+  tensor.storage_offset = document_->integer(node().items[1]);
   if (storage.items.size() > 3) {  // a view of the storage
-    tensor.storage_offset += nodes[storage.items[3]].integer;
+    tensor.storage_offset += document_->integer(storage.items[3]);
   }
   tensor.requires_grad = node().integer != 0;
   const auto copy = [&](uint32_t index, std::vector<int64_t>* out) {
     const PtValue values = at(index);
     for (const uint32_t item : values.sequence().items) {
-      out->push_back(nodes[item].integer);
+      out->push_back(document_->integer(item));
     }
   };
   copy(node().items[2], &tensor.sizes);
@@ -131,7 +140,7 @@ PtValue PtValue::key(size_t i) const {
 std::optional<PtValue> PtValue::find(absl::string_view name) const {
   if (!is_dict()) return std::nullopt;
   for (size_t i = 0; i < size(); ++i) {
-    const PickleNode& candidate = document_->nodes[node().items[2 * i]];
+    const PickleNode& candidate = document_->node(node().items[2 * i]);
     if (candidate.kind == PtKind::kString && candidate.text == name) {
       return item(i);
     }

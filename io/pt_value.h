@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,10 +52,22 @@ struct PickleNode {
   std::vector<uint32_t> items;  // a dict's keys and values alternate
 };
 
+// An index with this bit is an integer of 0 to 2^31 - 2 itself, for lists of
+// them are the one thing that is large in a pickle.
+constexpr uint32_t kInlineInteger = 0x80000000;
+
 struct PickleDocument {
   std::shared_ptr<const void> owner;  // keeps what `text` of a node views
-  std::vector<PickleNode> nodes;
+  std::deque<PickleNode> nodes;
   uint32_t root = 0;
+
+  // Of an integer, only the kind; see integer().
+  const PickleNode& node(uint32_t index) const;
+  // Of a kBool or kInt.
+  int64_t integer(uint32_t index) const {
+    return (index & kInlineInteger) != 0 ? index & ~kInlineInteger
+                                         : nodes[index].integer;
+  }
 };
 
 }  // namespace internal
@@ -89,7 +102,7 @@ class PtValue {
   std::optional<PtValue> find(absl::string_view key) const;
 
  private:
-  const internal::PickleNode& node() const { return document_->nodes[node_]; }
+  const internal::PickleNode& node() const { return document_->node(node_); }
   const internal::PickleNode& sequence() const;
   PtValue at(uint32_t node) const { return PtValue(document_, node); }
 

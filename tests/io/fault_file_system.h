@@ -12,8 +12,9 @@
 
 namespace fullshard {
 
-// Counts create, write, sync, rename, symlink and sync_directory calls, and
-// fails or kills the process at one of them. Cleaning up always works.
+// Counts create, write, sync, rename, symlink, create_directory and
+// sync_directory calls, and fails or kills the process at one of them. Cleaning
+// up always works.
 class FaultFileSystem : public FileSystem {
  public:
   enum class Fault { kError, kKill };
@@ -37,6 +38,9 @@ class FaultFileSystem : public FileSystem {
   }
   int symlink(const std::string& target, const std::string& path) override {
     return fails() ? -error : FileSystem::symlink(target, path);
+  }
+  int create_directory(const std::string& path) override {
+    return fails() ? -error : FileSystem::create_directory(path);
   }
   int sync_directory(const std::string& path) override {
     return fails() ? -error : FileSystem::sync_directory(path);

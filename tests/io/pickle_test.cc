@@ -227,7 +227,14 @@ TEST(PickleTest, LargeInputsTakeLinearTime) {
   const auto start = std::chrono::steady_clock::now();
   std::string lists = "(";
   for (int i = 0; i < 1000000; ++i) lists += "]q\x01";
-  EXPECT_EQ(code_of(lists + "t"), absl::StatusCode::kOk);
+  EXPECT_EQ(code_of(lists + "t"), absl::StatusCode::kResourceExhausted);
+  std::string numbers = "](", floats = "](";
+  for (int i = 0; i < 1000000; ++i) {
+    numbers += "M\x10\x27";
+    floats += std::string("G?\xf0\0\0\0\0\0\0", 9);
+  }
+  EXPECT_EQ(code_of(numbers + "e"), absl::StatusCode::kOk);
+  EXPECT_EQ(code_of(floats + "e"), absl::StatusCode::kOk);
   EXPECT_EQ(code_of(std::string(4000000, ']')), absl::StatusCode::kDataLoss);
   EXPECT_EQ(code_of("Nr\xff\xff\xff\xff"), absl::StatusCode::kDataLoss);
   const std::chrono::duration<double> seconds =
