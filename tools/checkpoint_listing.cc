@@ -88,29 +88,33 @@ std::string checkpoint_table(const CheckpointReader& checkpoint) {
 }
 
 std::string checkpoint_json(const CheckpointReader& checkpoint) {
-  nlohmann::ordered_json out;
-  out["path"] = checkpoint.path();
-  out["format"] = checkpoint.format();
-  out["num_tensors"] = checkpoint.tensors().size();
-  out["num_bytes"] = total_bytes(checkpoint);
-  out["metadata"] = nlohmann::ordered_json::object();
+  using Json = nlohmann::ordered_json;
+  const auto dump = [](const Json& value) {
+    return value.dump(-1, ' ', false, Json::error_handler_t::replace);
+  };
+  Json metadata = Json::object();
   for (const auto& [name, value] : checkpoint.metadata()) {
-    out["metadata"][name] = value;
+    metadata[name] = value;
   }
-  out["tensors"] = nlohmann::ordered_json::array();
+  std::string out =
+      absl::StrCat("{\"path\": ", dump(checkpoint.path()),
+                   ",\n \"format\": ", dump(checkpoint.format()),
+                   ",\n \"num_tensors\": ", checkpoint.tensors().size(),
+                   ",\n \"num_bytes\": ", total_bytes(checkpoint),
+                   ",\n \"metadata\": ", dump(metadata), ",\n \"tensors\": [");
+  const char* separator = "\n  ";
   for (const CheckpointTensor& tensor : checkpoint.tensors()) {
-    nlohmann::ordered_json entry = {{"name", tensor.name},
-                                    {"dtype", tensor.dtype},
-                                    {"shape", tensor.sizes},
-                                    {"num_bytes", tensor.num_bytes}};
+    Json entry = {{"name", tensor.name},
+                  {"dtype", tensor.dtype},
+                  {"shape", tensor.sizes},
+                  {"num_bytes", tensor.num_bytes}};
     if (tensor.tied_to.has_value()) {
       entry["tied_to"] = checkpoint.tensors()[*tensor.tied_to].name;
     }
-    out["tensors"].push_back(std::move(entry));
+    absl::StrAppend(&out, separator, dump(entry));
+    separator = ",\n  ";
   }
-  return out.dump(2, ' ', false,
-                  nlohmann::ordered_json::error_handler_t::replace) +
-         "\n";
+  return out + "]}\n";
 }
 
 }  // namespace fullshard

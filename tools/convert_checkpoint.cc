@@ -137,6 +137,7 @@ class Converter {
   absl::Status write_pt() {
     report_.output_format = "pt";
     for (const auto& [name, value] : reader_.metadata()) {
+      if (name == "format" && value == "pt") continue;  // It says nothing.
       report_.left_out.push_back(absl::StrCat(name, " = ", value));
     }
     if (output_style() == KeyStyle::kPrismatic) return write_prismatic();
