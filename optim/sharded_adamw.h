@@ -1,13 +1,12 @@
 #ifndef FULLSHARD_OPTIM_SHARDED_ADAMW_H_
 #define FULLSHARD_OPTIM_SHARDED_ADAMW_H_
 
-#include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "fullshard/optim/param_groups.h"
+#include "fullshard/optim/sharded_optimizer.h"
 #include "fullshard/sharding/fully_shard.h"
 
 namespace fullshard {
@@ -20,49 +19,29 @@ struct AdamWOptions {
   // Decoupled; applies to the parameters that `decays` selects.
   double weight_decay = 0.01;
   DecayPredicate decays = decays_by_default;
+  // Keeps the maximum of the second moments: one more tensor of state.
+  bool amsgrad = false;
+  bool maximize = false;
+  std::vector<ParamGroup> groups = {};
 };
 
-// AdamW (Loshchilov and Hutter, 2019, Algorithm 2) on this rank's flat master
-// shards, through LibTorch's fused kernel. Clipping by
-// ShardedModule::clip_grad_norm is folded into the same pass over memory.
+// AdamW (Loshchilov and Hutter, 2019, Algorithm 2; AMSGrad: Reddi et al., 2018)
+// on this rank's flat master shards; torch.optim.AdamW in exact terms.
 //
-// No communication. Keeps the sharded module's state alive.
-class ShardedAdamW {
+// State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+class ShardedAdamW final : public ShardedOptimizer {
  public:
-  ShardedAdamW(const ShardedModule& sharded, const AdamWOptions& options = {});
-  ~ShardedAdamW();
-  ShardedAdamW(const ShardedAdamW&) = delete;
-  ShardedAdamW& operator=(const ShardedAdamW&) = delete;
+  // Errors: c10::Error for options that are out of range.
+  explicit ShardedAdamW(const ShardedModule& sharded,
+                        const AdamWOptions& options = {});
 
-  // Updates every parameter that has a gradient. Afterwards no unit is
-  // unsharded, so that a copy of the old values cannot be used.
-  void step();
-  // Forgets all gradients; touches no memory.
-  void zero_grad();
-
-  double lr() const { return options_.lr; }
-  void set_lr(double lr) { options_.lr = lr; }
+  OptimizerOptions hyperparameters() const override;
 
  private:
-  // Consecutive elements of one master shard with equal decay.
-  struct Run {
-    at::Tensor parameter, gradient, first_moment, second_moment;
-    bool decays = false;
-  };
-  struct FlatState {
-    size_t unit = 0;
-    size_t flat = 0;
-    at::Tensor step;  // 0-dim float.
-    std::vector<Run> runs;
-  };
+  void update(Batch& batch,
+              const std::optional<at::Tensor>& grad_scale) override;
 
-  void add_flat(size_t unit, size_t flat);
-  void update(const std::vector<FlatState*>& flats, bool decays,
-              const std::optional<at::Tensor>& grad_scale);
-
-  const std::shared_ptr<internal::ShardedState> state_;
-  AdamWOptions options_;
-  std::vector<FlatState> flats_;
+  const AdamWOptions options_;
 };
 
 }  // namespace fullshard

@@ -1,0 +1,83 @@
+#include "fullshard/optim/shard_runs.h"
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/empty_strided.h"
+#include "ATen/ops/full.h"
+#include "absl/strings/str_cat.h"
+#include "fullshard/core/watchdog.h"
+
+namespace fullshard::internal {
+
+std::vector<ShardRun> split_shard(const FlatParameter& flat,
+                                  const std::vector<size_t>& keys) {
+  std::vector<ShardRun> runs;
+  for (size_t i = 0; i < flat.parameters().size(); ++i) {
+    const ShardLayout::Range range =
+        flat.layout().local_range(i, flat.placement().shard_rank);
+    if (range.numel == 0) continue;
+    if (!runs.empty()) {
+      runs.back().end = range.shard_offset;
+      if (runs.back().key == keys[i]) continue;
+    }
+    runs.push_back({range.shard_offset, 0, keys[i]});
+  }
+  if (!runs.empty()) runs.back().end = flat.layout().chunk;
+  return runs;
+}
+
+std::vector<FlatParameter*> trainable_flats(const ShardedState& state) {
+  std::vector<FlatParameter*> flats;
+  for (const auto& unit : state.units()) {
+    for (const auto& flat : unit->flats) {
+      if (flat->placement().trainable) flats.push_back(flat.get());
+    }
+  }
+  return flats;
+}
+
+at::Tensor gather_shards(const ShardedState& state, const FlatParameter& flat,
+                         const at::Tensor& shard) {
+  c10d::Backend& group = *state.shard_group();
+  if (group.getSize() == 1) return shard;
+  at::Tensor full = at::empty({flat.layout().padded()}, shard.options());
+  at::Tensor full_bytes = full.view(at::kByte);
+  at::Tensor own_bytes = shard.view(at::kByte);
+  CollectiveScope scope("all_gather of optimizer state", &flat.name(), 0);
+  group._allgather_base(full_bytes, own_bytes)->wait();
+  return full;
+}
+
+at::Tensor local_part(const FlatParameter& flat, size_t index,
+                      const at::Tensor& full) {
+  const ShardLayout::Range range =
+      flat.layout().local_range(index, flat.placement().shard_rank);
+  at::Tensor source = full;
+  if (source.strides() != flat.strides()[index]) {
+    source =
+        at::empty_strided(full.sizes(), flat.strides()[index], full.options())
+            .copy_(full);
+  }
+  return source.as_strided({range.numel}, {1},
+                           source.storage_offset() + range.parameter_offset);
+}
+
+absl::Status agree(const ShardedState& state, const absl::Status& own,
+                   const char* what) {
+  const ProcessGroups& groups = state.groups();
+  if (groups.world_size() == 1) return own;
+  at::Tensor failed =
+      at::full({1}, own.ok() ? 0 : 1,
+               at::TensorOptions(groups.device()).dtype(at::kLong));
+  std::vector<at::Tensor> tensors = {failed};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  CollectiveScope scope(what, nullptr, 0);
+  groups.world()->allreduce(tensors, options)->wait();
+  if (own.ok() && failed.item<int64_t>() != 0) {
+    return absl::AbortedError(
+        absl::StrCat(what, " failed on another rank; see its message"));
+  }
+  return own;
+}
+
+}  // namespace fullshard::internal
