@@ -253,6 +253,12 @@ void FlatParameter::page_out() {
   }
 }
 
+void FlatParameter::watch() {
+  for (const OriginalParameter& original : parameters_) {
+    set_touch_key(original.tensor, true);
+  }
+}
+
 // [Note: Guards against misuse]
 // LibTorch lets a user write to a sharded parameter, give it other storage or
 // change its autograd edge without a word, and the change would be lost at the
@@ -422,8 +428,8 @@ void FlatParameter::set_local_gradients() {
 
 const std::vector<FlatParameter::LocalParameter>&
 FlatParameter::local_parameters() {
+  hand_out_master();
   if (local_parameters_.empty() && placement_.trainable) {
-    own_master();
     c10::InferenceMode ordinary_tensors(false);
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -445,6 +451,12 @@ FlatParameter::local_parameters() {
     set_local_gradients();
   }
   return local_parameters_;
+}
+
+const at::Tensor& FlatParameter::hand_out_master() {
+  handed_out_ = true;
+  own_master();
+  return master_;
 }
 
 at::Tensor FlatParameter::view_of(const at::Tensor& flat, size_t index) const {

@@ -68,6 +68,8 @@ class FlatParameter final : public StorageOwner {
   void relocate(char* gathered);
   // Takes the memory away. Views that are still alive throw when used.
   void page_out();
+  // Keeps the memory, but lets the next operator touch the parameters.
+  void watch();
   bool has_views() const;
   // Returns what a user did to a parameter that sharding would lose, with the
   // call to use instead, or an empty string. [Note: Guards against misuse]
@@ -81,8 +83,6 @@ class FlatParameter final : public StorageOwner {
   // Moves the master shard to its place in the gathered memory, kept alive by
   // `memory`. Whoever has a view of it sees it move.
   void share_master(char* gathered, const at::Tensor& memory);
-  // Moves a shared master shard back to memory of this rank's own.
-  void own_master();
   // Copies a master shard that was moved back to its shared place.
   void publish_master();
   // Whether the shared place holds its values.
@@ -120,6 +120,12 @@ class FlatParameter final : public StorageOwner {
   // One per parameter of which this rank owns elements; created on first use,
   // then the same tensors forever. Takes the master shard out of shared memory.
   const std::vector<LocalParameter>& local_parameters();
+  // Whether tensors over the master shard were handed to the user, who may
+  // write to them at any time and without raising a version counter. The same
+  // on all ranks, also where one owns no element.
+  bool handed_out() const { return handed_out_; }
+  // Hands out the master shard itself.
+  const at::Tensor& hand_out_master();
 
   const std::vector<OriginalParameter>& parameters() const {
     return parameters_;
@@ -155,6 +161,8 @@ class FlatParameter final : public StorageOwner {
  private:
   void take_parameters();
   bool owns_master() const;
+  // Moves a shared master shard back to memory of this rank's own.
+  void own_master();
   // Copies a gradient that needs no conversion, but for its own part, which is
   // appended to `own`.
   void copy_gradient(size_t index, const char* from, char* buffer,
@@ -178,6 +186,7 @@ class FlatParameter final : public StorageOwner {
   at::Tensor gradient_;
   bool has_gradient_ = false;
   std::vector<LocalParameter> local_parameters_;
+  bool handed_out_ = false;
 
   c10::Storage sharded_;
   c10::Storage slot_;

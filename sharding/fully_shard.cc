@@ -15,9 +15,10 @@
 #include "c10/core/InferenceMode.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
-#include "fullshard/sharding/module_buffers.h"
 #include "fullshard/sharding/sharded_state.h"
 #include "fullshard/sharding/split_into_units.h"
+#include "fullshard/sharding/unshard.h"
+#include "fullshard/sharding/whole_tensors.h"
 
 namespace fullshard {
 namespace {
@@ -35,20 +36,6 @@ void collect_names(torch::nn::Module& module, const std::string& prefix,
   for (const auto& child : module.named_children()) {
     collect_names(*child.value(), prefix + child.key() + ".", names);
   }
-}
-
-// Gathers one flat parameter in its storage dtype.
-at::Tensor gather_flat(const FlatParameter& flat, c10d::Backend& group,
-                       const std::string& unit) {
-  if (group.getSize() == 1) return flat.master_shard();
-  at::Tensor full =
-      at::empty({flat.layout().padded()}, flat.master_shard().options());
-  at::Tensor own = flat.master_shard();
-  at::Tensor full_bytes = full.view(at::kByte);
-  at::Tensor own_bytes = own.view(at::kByte);
-  CollectiveScope scope("all_gather", &unit, 0);
-  group._allgather_base(full_bytes, own_bytes)->wait();
-  return full;
 }
 
 // The p-norm of a 1-D tensor. Rows of moderate length are summed in float and
@@ -96,9 +83,9 @@ absl::Status ShardedModule::shard(std::shared_ptr<torch::nn::Module> module,
   try {
     FS_ASSIGN_OR_RETURN(auto units,
                         internal::split_into_units(*module, groups, options));
-    buffers_ =
-        std::make_shared<internal::ModuleBuffers>(*module, groups, options);
-    state_ = internal::ShardedState::create(groups, options, std::move(units));
+    whole_ = std::make_shared<internal::WholeTensors>(*module, groups, options);
+    state_ = internal::ShardedState::create(groups, options, std::move(units),
+                                            whole_->ignored_parameters());
   } catch (const c10::Error& error) {
     return absl::InternalError(
         absl::StrCat("fully_shard: ", error.what_without_backtrace()));
@@ -147,12 +134,23 @@ double ShardedModule::clip_grad_norm(double max_norm, double p) {
   }
   if (!is_max) local = std::pow(local, 1 / p);
   local *= state_->pending_gradient_scale;
-  const double norm =
+  double norm =
       combine_norms(local, p, state_->shard_group(), groups().device());
+  for (const at::Tensor& parameter : state_->ignored_parameters()) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    const double whole = local_norm(gradient.reshape(-1), p);
+    norm = is_max ? std::max(norm, whole)
+                  : std::pow(std::pow(norm, p) + std::pow(whole, p), 1 / p);
+  }
   const double coefficient = max_norm / (norm + 1e-6);
   if (coefficient < 1 || std::isnan(coefficient)) {
     state_->pending_gradient_scale *= coefficient;
     if (!state_->optimizer_applies_scale) state_->apply_pending_scale();
+    for (const at::Tensor& parameter : state_->ignored_parameters()) {
+      if (parameter.grad().defined())
+        parameter.mutable_grad().mul_(coefficient);
+    }
   }
   return norm;
 }
@@ -161,6 +159,10 @@ void ShardedModule::zero_grad() { state_->zero_grad(); }
 
 void ShardedModule::set_requires_gradient_sync(bool value) {
   state_->set_requires_gradient_sync(value);
+}
+
+void ShardedModule::set_requires_all_reduce(bool value) {
+  state_->set_requires_all_reduce(value);
 }
 
 ShardedModule::NoSync::NoSync(std::shared_ptr<internal::ShardedState> state)
@@ -186,6 +188,7 @@ std::vector<LocalParameter> ShardedModule::named_local_parameters() const {
       }
     }
   }
+  state_->keep_present();
   return locals;
 }
 
@@ -194,14 +197,12 @@ std::vector<at::Tensor> ShardedModule::parameters() const {
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
       if (!flat->placement().trainable) continue;
-      flat->own_master();
-      shards.push_back(flat->master_shard());
+      shards.push_back(flat->hand_out_master());
     }
   }
+  state_->keep_present();
   return shards;
 }
-
-void ShardedModule::reshard() { state_->begin_update(); }
 
 // --- state
 
@@ -224,8 +225,8 @@ absl::Status ShardedModule::full_state_dict(
   try {
     for (const auto& unit : state_->units()) {
       for (const auto& flat : unit->flats) {
-        const at::Tensor full =
-            gather_flat(*flat, *state_->shard_group(), unit->name);
+        const at::Tensor full = internal::gather_full(
+            *flat, flat->master_shard(), *state_->shard_group(), unit->name);
         for (size_t i = 0; i < flat->parameters().size(); ++i) {
           const at::Tensor view = flat->view_of(full, i);
           send(flat->parameters()[i].name, view);
@@ -235,8 +236,8 @@ absl::Status ShardedModule::full_state_dict(
         }
       }
     }
-    for (const std::string& name : buffers_->names()) {
-      send(name, buffers_->value(name));
+    for (const std::string& name : whole_->names()) {
+      send(name, whole_->value(name));
     }
     if (receives && status.ok() && finish) status = finish();
     at::Tensor failed =
@@ -281,10 +282,10 @@ absl::Status ShardedModule::load_full_state_dict(
       }
     }
   }
-  for (const std::string& name : buffers_->names()) {
+  for (const std::string& name : whole_->names()) {
     if (names && !names(name)) continue;
     FS_ASSIGN_OR_RETURN(const at::Tensor values, source(name));
-    FS_RETURN_IF_ERROR(buffers_->load(name, values));
+    FS_RETURN_IF_ERROR(whole_->load(name, values));
   }
   return absl::OkStatus();
 }

@@ -18,7 +18,8 @@ namespace fullshard {
 
 namespace internal {
 class ShardedState;
-class ModuleBuffers;
+class Unit;
+class WholeTensors;
 }  // namespace internal
 
 // Receives one tensor of a state dict. The tensor is valid during the call.
@@ -33,6 +34,22 @@ struct LocalParameter {
   std::string name;   // As in the original module.
   at::Tensor tensor;  // 1-D leaf; its .grad is the gradient shard.
   std::vector<int64_t> original_sizes;
+};
+
+struct SummonOptions {
+  // Edits in place become the parameters' values: on each rank its own part, so
+  // every rank must make the same ones. Excludes rank0_only, with which other
+  // ranks would not see the edit.
+  bool writeback = true;
+  bool rank0_only = false;
+  bool offload_to_cpu = false;
+  bool with_gradients = false;
+};
+
+struct FullParameter {
+  std::string name;
+  at::Tensor value;
+  at::Tensor gradient;  // Undefined unless asked for and there is one.
 };
 
 // One row of an inspection of the units.
@@ -81,14 +98,69 @@ class ShardedModule {
   };
   NoSync no_sync() const { return NoSync(state_); }
 
+  // Off: backward reduces over the shard group only, and keeps the sums back
+  // until a backward with it on takes them through the replicas' all-reduce.
+  // For all but the last micro-batch under hybrid sharding.
+  void set_requires_all_reduce(bool value);
+
   // --- parameters
   // This rank's elements of the trainable parameters, in module order; for any
   // optimizer of torch::optim. The same tensors at every call.
   std::vector<LocalParameter> named_local_parameters() const;
   // The flat master shards of the trainable parameters.
   std::vector<at::Tensor> parameters() const;
-  // Makes every unit give up its unsharded memory.
+
+  // --- unsharding by hand
+  // A gather that was started. The first use of the unit waits for it too.
+  class UnshardHandle {
+   public:
+    UnshardHandle(std::shared_ptr<internal::ShardedState> state,
+                  std::vector<internal::Unit*> units);
+    // Returns when the parameters can be read without waiting.
+    void wait();
+
+   private:
+    std::shared_ptr<internal::ShardedState> state_;
+    std::vector<internal::Unit*> units_;
+  };
+  // Starts to gather these units (as UnitInfo::name; none: all). They stay
+  // unsharded until the end of the next backward, or forward without gradients,
+  // until reshard() or an optimizer step.
+  //
+  // Collective. Errors: kNotFound naming the unit.
+  absl::StatusOr<UnshardHandle> unshard(
+      const std::vector<std::string>& units = {}) const;
+  // Makes every unit give up its unsharded memory; local parameters may be
+  // changed afterwards. Collective.
   void reshard();
+  // The same for these units. Errors: kNotFound naming the unit.
+  absl::Status reshard(const std::vector<std::string>& units);
+
+  // Whether units give up their unsharded memory when forward has gone on to
+  // the next; `units`: all if empty. Applies from the next forward on, which
+  // records the order of gathers anew. Units that started with the other value
+  // may need memory of their own. Collective.
+  absl::Status set_reshard_after_forward(
+      bool value, const std::vector<std::string>& units = {});
+  // Off: units stay unsharded after backward until an optimizer step, so that
+  // further micro-batches gather nothing.
+  void set_reshard_after_backward(bool value);
+  // Whenever `unit` is gathered in forward (backward), starts the gathers of
+  // `next` too. Collective. Errors: kNotFound naming the unit.
+  absl::Status set_forward_prefetch(const std::string& unit,
+                                    const std::vector<std::string>& next);
+  absl::Status set_backward_prefetch(const std::string& unit,
+                                     const std::vector<std::string>& next);
+
+  // Calls `body` with every parameter in full, in its storage dtype and
+  // original shape.
+  //
+  // Collective; on ranks that are left out `body` gets an empty list.
+  // Errors: kInvalidArgument for options that exclude each other; an error of
+  // `body` is returned, and nothing written back on that rank.
+  absl::Status summon_full_params(
+      const SummonOptions& options,
+      const std::function<absl::Status(std::vector<FullParameter>&)>& body);
 
   // --- state
   // Names of parameters and buffers in state-dict order.
@@ -147,7 +219,7 @@ class ShardedModule {
 
  private:
   std::shared_ptr<internal::ShardedState> state_;
-  std::shared_ptr<internal::ModuleBuffers> buffers_;
+  std::shared_ptr<internal::WholeTensors> whole_;
   std::shared_ptr<torch::nn::Module> module_;
 };
 

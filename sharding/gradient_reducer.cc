@@ -15,22 +15,25 @@ namespace fullshard::internal {
 GradientReducer::GradientReducer(
     Transport& transport, int num_shards,
     c10::intrusive_ptr<c10d::Backend> replicate_group,
-    at::ScalarType reduce_dtype)
+    at::ScalarType reduce_dtype, const ShardOptions& options)
     : transport_(transport),
-      scale_(1.0 /
-             (num_shards * (replicate_group ? replicate_group->getSize() : 1))),
+      scale_(1.0 / options.gradient_divide_factor.value_or(
+                       num_shards *
+                       (replicate_group ? replicate_group->getSize() : 1))),
       replicate_group_(std::move(replicate_group)),
-      reduce_dtype_(reduce_dtype) {}
+      reduce_dtype_(reduce_dtype),
+      options_(options) {}
+
+bool GradientReducer::has_replicas() const {
+  return (replicate_group_ && replicate_group_->getSize() > 1) ||
+         options_.all_reduce_hook;
+}
 
 void GradientReducer::reduce(Unit& unit,
                              const std::vector<at::Tensor>& gradients) {
   at::NoGradGuard no_grad;
-  const auto limit =
-      static_cast<size_t>(transport_.max_unfinished_reductions());
-  while (!pending_.empty() &&
-         (pending_.size() >= limit || transport_.reduction_is_ready())) {
-    finish_oldest();
-  }
+  if (options_.reduce_hook) return reduce_by_hook(unit, gradients);
+  make_room();
   char* buffer = transport_.acquire_reduce_buffer(unit);
   Pending pending;
   pending.unit = &unit;
@@ -91,6 +94,18 @@ void GradientReducer::write(
   }
 }
 
+// With replicas, to finish is a collective too: all ranks must do it at the
+// same point, or they wait for each other in a circle.
+void GradientReducer::make_room() {
+  if (has_replicas()) return flush();
+  const auto limit =
+      static_cast<size_t>(transport_.max_unfinished_reductions());
+  while (!pending_.empty() &&
+         (pending_.size() >= limit || transport_.reduction_is_ready())) {
+    finish_oldest();
+  }
+}
+
 void GradientReducer::flush() {
   while (!pending_.empty()) finish_oldest();
 }
@@ -99,7 +114,7 @@ void GradientReducer::finish_oldest() {
   Pending pending = std::move(pending_.front());
   pending_.pop_front();
   Unit& unit = *pending.unit;
-  if (replicate_group_ && replicate_group_->getSize() > 1) {
+  if (has_replicas()) {
     finish_with_replicas(pending);
     return;
   }
@@ -135,18 +150,60 @@ void GradientReducer::finish_with_replicas(Pending& pending) {
   if (!transport_.finish_reduce(unit, sums)) {
     for (const Transport::Reduced& sum : sums) sum.shard.zero_();
   }
-  CollectiveScope scope("all_reduce", &unit.name, 0);
   for (const Transport::Reduced& sum : sums) {
-    std::vector<at::Tensor> tensors = {sum.shard};
+    add_to_gradient(unit, sum.flat, sum.shard);
+  }
+}
+
+void GradientReducer::add_to_gradient(Unit& unit, size_t index,
+                                      at::Tensor sum) {
+  FlatParameter& flat = *unit.flats[index];
+  unit.unreduced_shards.resize(unit.flats.size());
+  at::Tensor& kept_back = unit.unreduced_shards[index];
+  if (kept_back.defined()) sum.add_(kept_back);
+  if (!all_reduce_) {
+    kept_back = sum;
+    return;
+  }
+  kept_back = at::Tensor();
+  double scale = options_.reduce_hook ? 1 : scale_;
+  if (options_.all_reduce_hook) {
+    options_.all_reduce_hook(unit.name, sum);
+    scale = 1;
+  } else if (has_replicas()) {
+    CollectiveScope scope("all_reduce", &unit.name, 0);
+    std::vector<at::Tensor> tensors = {sum};
     replicate_group_->allreduce(tensors)->wait();
-    FlatParameter& flat = *unit.flats[sum.flat];
-    const at::Tensor& shard = flat.gradient_shard();
-    if (flat.has_gradient()) {
-      shard.add_(sum.shard, scale_);
-    } else {
-      shard.copy_(sum.shard).mul_(scale_);
-    }
-    flat.set_has_gradient(true);
+  }
+  const at::Tensor& shard = flat.gradient_shard();
+  if (flat.has_gradient()) {
+    shard.add_(sum, scale);
+  } else {
+    shard.copy_(sum);
+    if (scale != 1) shard.mul_(scale);
+  }
+  flat.set_has_gradient(true);
+}
+
+void GradientReducer::reduce_by_hook(Unit& unit,
+                                     const std::vector<at::Tensor>& gradients) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  keep(unit, gradients);
+  at::Tensor all = std::exchange(unit.unreduced_gradients, {});
+  unit.reduced_this_backward = true;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    const FlatParameter& flat = *unit.flats[i];
+    if (!flat.placement().trainable) continue;
+    const auto options =
+        at::TensorOptions(flat.placement().device).dtype(reduce_dtype_);
+    at::Tensor full = at::from_blob(static_cast<char*>(all.data_ptr()) +
+                                        unit.reduce_offset(i, reduce_dtype_),
+                                    {flat.layout().padded()}, options);
+    at::Tensor shard = at::zeros({flat.layout().chunk}, options);
+    CollectiveScope scope("reduce hook", &unit.name, 0);
+    options_.reduce_hook(unit.name, full, shard);
+    add_to_gradient(unit, i, std::move(shard));
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "fullshard/core/process_groups.h"
+#include "fullshard/sharding/shard_options.h"
 #include "fullshard/sharding/transport.h"
 #include "fullshard/sharding/unit.h"
 
@@ -21,7 +22,7 @@ class GradientReducer {
   // `replicate_group` may be null: one replica.
   GradientReducer(Transport& transport, int num_shards,
                   c10::intrusive_ptr<c10d::Backend> replicate_group,
-                  at::ScalarType reduce_dtype);
+                  at::ScalarType reduce_dtype, const ShardOptions& options);
 
   // Starts the reduction of `gradients`, one per input of the unit's sink, some
   // undefined. Empty: this rank used none of the unit's parameters.
@@ -35,6 +36,10 @@ class GradientReducer {
   // Finishes the reductions that are under way.
   void flush();
 
+  // Off: gradient shards are kept back, summed, until a reduction with it on
+  // sends them through the all-reduce over the replicas.
+  void set_all_reduce(bool value) { all_reduce_ = value; }
+
  private:
   struct Pending {
     Unit* unit;
@@ -42,7 +47,13 @@ class GradientReducer {
     std::vector<std::vector<FlatParameter::Piece>> own;  // By flat parameter.
   };
 
+  bool has_replicas() const;
+  void make_room();
   void finish_oldest();
+  void reduce_by_hook(Unit& unit, const std::vector<at::Tensor>& gradients);
+  // Takes the sum over the shard group to the gradient shard, through the
+  // replicas.
+  void add_to_gradient(Unit& unit, size_t flat, at::Tensor sum);
   void write(Unit& unit, const std::vector<at::Tensor>& gradients, char* buffer,
              bool accumulate,
              std::vector<std::vector<FlatParameter::Piece>>* own) const;
@@ -52,6 +63,8 @@ class GradientReducer {
   const double scale_;
   const c10::intrusive_ptr<c10d::Backend> replicate_group_;
   const at::ScalarType reduce_dtype_;
+  const ShardOptions options_;
+  bool all_reduce_ = true;
   std::deque<Pending> pending_;  // Oldest first.
 };
 

@@ -1,6 +1,11 @@
 #ifndef FULLSHARD_SHARDING_SHARD_OPTIONS_H_
 #define FULLSHARD_SHARDING_SHARD_OPTIONS_H_
 
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "ATen/core/Tensor.h"
 #include "fullshard/precision/mixed_precision.h"
 #include "fullshard/sharding/wrap_policy.h"
 
@@ -33,6 +38,32 @@ struct ShardOptions {
   // Gather the next unit while this one computes. At most two gathers are in
   // flight.
   bool prefetch = true;
+
+  // Parameters, by name, that stay whole on every rank: broadcast with
+  // sync_module_states, part of state dicts and of the clipped norm, their
+  // gradients averaged over all ranks, stepped by an optimizer of the user's.
+  std::function<bool(const std::string& name)> ignored;
+  // Called once per module that owns tensors on the meta device, after they
+  // were given memory on the rank's device, to initialise them: as
+  // reset_parameters(). One unit after the other, so that a rank holds at most
+  // one in full. Unset: meta tensors are an error.
+  std::function<void(const std::string& name, torch::nn::Module& module)>
+      materialize;
+
+  // Gradients are the sum over ranks divided by this. Default: the number of
+  // ranks (shard group x replicas).
+  std::optional<double> gradient_divide_factor;
+  // Replaces the reduce-scatter over the shard group. `gradients` are this
+  // rank's, [N * chunk] in the reduce dtype, and may be overwritten; `shard`,
+  // [chunk] in the reduce dtype, receives the result as it enters the replicas'
+  // all-reduce or the gradient shard, divided already. Collective.
+  std::function<void(const std::string& unit, at::Tensor& gradients,
+                     at::Tensor& shard)>
+      reduce_hook;
+  // Replaces the all-reduce of a gradient shard, [chunk] in the reduce dtype,
+  // over the replicas; what it leaves there is the gradient, divided already.
+  std::function<void(const std::string& unit, at::Tensor& shard)>
+      all_reduce_hook;
 };
 
 }  // namespace fullshard

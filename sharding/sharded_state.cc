@@ -5,6 +5,7 @@
 
 #include "ATen/ops/full.h"
 #include "ATen/ops/zeros.h"
+#include "ATen/ops/zeros_like.h"
 #include "ATen/record_function.h"
 #include "c10/core/GradMode.h"
 #include "fullshard/core/shm_backend.h"
@@ -75,19 +76,21 @@ at::ScalarType resolve_reduce_dtype(
 
 std::shared_ptr<ShardedState> ShardedState::create(
     ProcessGroups groups, const ShardOptions& options,
-    std::vector<std::unique_ptr<Unit>> units) {
-  std::shared_ptr<ShardedState> state(
-      new ShardedState(std::move(groups), options, std::move(units)));
+    std::vector<std::unique_ptr<Unit>> units, std::vector<at::Tensor> ignored) {
+  std::shared_ptr<ShardedState> state(new ShardedState(
+      std::move(groups), options, std::move(units), std::move(ignored)));
   state->attach_sinks();
   state->observing_ = observe_backward(state.get());
   return state;
 }
 
 ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
-                           std::vector<std::unique_ptr<Unit>> units)
+                           std::vector<std::unique_ptr<Unit>> units,
+                           std::vector<at::Tensor> ignored)
     : groups_(std::move(groups)),
       options_(options),
       units_(std::move(units)),
+      ignored_(std::move(ignored)),
       reduce_dtype_(resolve_reduce_dtype(options.mixed_precision, units_)) {
   if (options_.strategy == ShardingStrategy::kNoShard) {
     shard_group_ = c10::make_intrusive<SingleBackend>();
@@ -103,7 +106,8 @@ ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
           : make_collective_transport(groups_, shard_group_, units_,
                                       reduce_dtype_);
   reducer_ = std::make_unique<GradientReducer>(
-      *transport_, shard_group_->getSize(), replicate_group_, reduce_dtype_);
+      *transport_, shard_group_->getSize(), replicate_group_, reduce_dtype_,
+      options_);
 }
 
 void ShardedState::attach_sinks() {
@@ -134,7 +138,7 @@ ShardedState::~ShardedState() {
 }
 
 bool ShardedState::nothing_to_do(c10::ArrayRef<Unit*> set) const {
-  return set.size() == 1 && set[0] == last_touched_ &&
+  return set.size() == 1 && set[0] == last_touched_ && !set[0]->watched &&
          set[0]->state == UnitState::kUnsharded &&
          set[0]->gathered_generation == set[0]->generation() &&
          recompute_token().expired();
@@ -147,10 +151,8 @@ void ShardedState::touch(c10::ArrayRef<Unit*> set) {
   reshard_others(set);
   bool gathered = false;
   for (Unit* unit : set) {
-    if (unit->state == UnitState::kUnsharded &&
-        unit->gathered_generation != unit->generation()) {
-      reshard(*unit);
-    }
+    if (is_stale(*unit)) reshard(*unit);
+    stop_watching(*unit);
     if (unit->state == UnitState::kUnsharded) continue;
     take_part_in(prefetcher_.advance_to(unit->index), set);
     start_gather(*unit);
@@ -161,8 +163,25 @@ void ShardedState::touch(c10::ArrayRef<Unit*> set) {
     if (!recompute_token().expired()) unit->keeper = recompute_token();
   }
   last_touched_ = set.back();
-  if (gathered) prefetch_next();
+  if (gathered) prefetch_next(set);
   throw_misuse();
+}
+
+// A watched unit may have changed, unless its backward has begun: then a change
+// would be an error without sharding too.
+bool ShardedState::is_stale(const Unit& unit) const {
+  if (unit.state == UnitState::kSharded) return false;
+  return unit.gathered_generation != unit.generation() ||
+         (unit.watched && prefetcher_.phase() == Prefetcher::kForward &&
+          !unit.has_views());
+}
+
+void ShardedState::stop_watching(Unit& unit) {
+  if (!std::exchange(unit.watched, false)) return;
+  if (unit.state != UnitState::kUnsharded) return;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    unit.flats[i]->page_in(unit.slot.memory + unit.slot_offset(i));
+  }
 }
 
 void ShardedState::reshard_others(c10::ArrayRef<Unit*> set) {
@@ -170,7 +189,8 @@ void ShardedState::reshard_others(c10::ArrayRef<Unit*> set) {
   for (size_t i = present_.size(); i-- > 0;) {
     Unit& unit = *present_[i];
     if (unit.state != UnitState::kUnsharded || !unit.reshard_after_forward ||
-        contains(set, &unit) || !unit.keeper.expired() || unit.has_views()) {
+        unit.pinned || contains(set, &unit) || !unit.keeper.expired() ||
+        unit.has_views()) {
       continue;
     }
     const bool related = std::any_of(
@@ -228,6 +248,7 @@ void ShardedState::reshard(Unit& unit) {
   for (const auto& flat : unit.flats) flat->page_out();
   transport_->release(unit);
   unit.keeper.reset();
+  unit.watched = unit.pinned = false;
   unit.state = UnitState::kSharded;
   present_.erase(std::find(present_.begin(), present_.end(), &unit));
   if (last_touched_ == &unit) last_touched_ = nullptr;
@@ -244,7 +265,25 @@ void ShardedState::begin_update() {
   if (transport_->reading()) transport_->leave_reads("reshard");
 }
 
-void ShardedState::prefetch_next() {
+void ShardedState::start_unshard(Unit& unit) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  at::NoGradGuard no_part_of_the_order;
+  if (is_stale(unit)) reshard(unit);
+  stop_watching(unit);
+  unit.pinned = true;
+  start_gather(unit);
+}
+
+void ShardedState::finish_unshard(Unit& unit) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  finish_gather(unit);
+  throw_misuse();
+}
+
+void ShardedState::prefetch_next(c10::ArrayRef<Unit*> set) {
+  for (Unit* unit : set) {
+    for (Unit* next : unit->prefetch[prefetcher_.phase()]) start_gather(*next);
+  }
   if (!options_.prefetch) return;
   const int next = prefetcher_.next();
   if (next < 0) return;
@@ -282,10 +321,9 @@ void ShardedState::begin_forward() {
   }
   for (const auto& unit : units_) {
     note_misuse(*unit);
-    if (unit->state == UnitState::kUnsharded &&
-        unit->gathered_generation != unit->generation()) {
-      reshard(*unit);
-    }
+    const bool early = unit->state == UnitState::kGathering;
+    if (is_stale(*unit) || (early && unit->handed_out())) reshard(*unit);
+    stop_watching(*unit);
   }
   throw_misuse();
   in_training_forward_ = at::GradMode::is_enabled();
@@ -298,19 +336,29 @@ void ShardedState::end_forward() {
   in_training_forward_ = false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (at::GradMode::is_enabled()) {
-    // Others stay for backward. To gather these again costs nothing, and finds
-    // out if an optimizer changed them although no backward came.
-    for (size_t i = present_.size(); i-- > 0;) {
-      if (present_[i]->slot.shared_masters && !present_[i]->has_views()) {
-        reshard(*present_[i]);
-      }
-    }
+    keep_present();
     return;
   }
   take_part_in_rest();
   reshard_all();
   transport_->leave_reads("end of forward");
   prefetcher_.begin(Prefetcher::kForward);
+}
+
+// Units stay unsharded after a forward or backward. To gather one with shared
+// masters again costs nothing, and finds out if its values changed; one that
+// the user may write to unnoticed is watched.
+void ShardedState::keep_present() {
+  for (size_t i = present_.size(); i-- > 0;) {
+    Unit& unit = *present_[i];
+    if (unit.state != UnitState::kUnsharded) continue;
+    if (unit.slot.shared_masters && !unit.has_views()) {
+      reshard(unit);
+    } else if (unit.handed_out()) {
+      for (const auto& flat : unit.flats) flat->watch();
+      unit.watched = true;
+    }
+  }
 }
 
 void ShardedState::forward_failed() noexcept {
@@ -330,16 +378,22 @@ void ShardedState::on_gradients(Unit& unit,
   } else {
     reducer_->keep(unit, gradients);
   }
-  if (!unit.has_views()) reshard(unit);
+  if (reshard_after_backward_ && !unit.pinned && !unit.has_views()) {
+    reshard(unit);
+  }
 }
 
 void ShardedState::zero_grad() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (const auto& unit : units_) {
     unit->unreduced_gradients = at::Tensor();
+    unit->unreduced_shards.clear();
     for (const auto& flat : unit->flats) {
       if (flat->placement().trainable) flat->set_has_gradient(false);
     }
+  }
+  for (const at::Tensor& parameter : ignored_) {
+    parameter.mutable_grad() = at::Tensor();
   }
   pending_gradient_scale = 1;
 }
@@ -376,7 +430,7 @@ void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
   reduce_cursor_ = 0;
   if (expected) take_part_in_rest();
   prefetcher_.begin(Prefetcher::kBackward);
-  if (expected && prefetcher_.recorded()) prefetch_next();
+  if (expected && prefetcher_.recorded()) prefetch_next({});
 }
 
 void ShardedState::after_backward(bool ok) {
@@ -388,7 +442,12 @@ void ShardedState::after_backward(bool ok) {
   if (!took_part) return;
   if (ok && sink_ran_ && gradient_sync_) reduce_rest();
   reducer_->flush();
-  reshard_all();
+  if (ok && gradient_sync_) average_ignored_gradients();
+  if (reshard_after_backward_ || !ok) {
+    reshard_all();
+  } else {
+    keep_present();
+  }
   if (ok) transport_->leave_reads("end of backward");
   for (const auto& unit : units_) {
     unit->reduced_this_backward = false;
@@ -437,6 +496,23 @@ void ShardedState::reduce_in_order(Unit& unit,
   }
 }
 
+// A rank whose path left one out takes part with zeros.
+void ShardedState::average_ignored_gradients() {
+  if (groups_.world_size() == 1) return;
+  at::NoGradGuard no_grad;
+  CollectiveScope scope("all_reduce of ignored parameters", nullptr, 0);
+  for (const at::Tensor& parameter : ignored_) {
+    if (!parameter.requires_grad()) continue;
+    at::Tensor& gradient = parameter.mutable_grad();
+    gradient =
+        gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter);
+    std::vector<at::Tensor> tensors = {gradient};
+    groups_.world()->allreduce(tensors)->wait();
+    gradient.div_(options_.gradient_divide_factor.value_or(
+        static_cast<double>(groups_.world_size())));
+  }
+}
+
 // Units that this rank's backward did not reach, and those that came early.
 void ShardedState::reduce_rest() {
   if (groups_.world_size() == 1) {
@@ -451,6 +527,7 @@ void ShardedState::reduce_rest() {
     unit.came_early = false;
     if (!unit.reduced_this_backward) reducer_->reduce(unit, {});
   }
+  reducer_->flush();
   if (!reduce_order_adopted_) adopt_reduce_order();
 }
 

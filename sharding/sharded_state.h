@@ -27,9 +27,11 @@ class ShardedState final : public BackwardObserver,
                            public std::enable_shared_from_this<ShardedState> {
  public:
   // `units` as split_into_units() made them. Collective: creates slots.
+  // `ignored`: parameters that are not sharded.
   static std::shared_ptr<ShardedState> create(
       ProcessGroups groups, const ShardOptions& options,
-      std::vector<std::unique_ptr<Unit>> units);
+      std::vector<std::unique_ptr<Unit>> units,
+      std::vector<at::Tensor> ignored = {});
   ~ShardedState();
 
   // Unshards `set` as one, reshards what neither `set` nor a view needs, and
@@ -40,6 +42,23 @@ class ShardedState final : public BackwardObserver,
   void reshard_all();
   // The same for one unit; nothing if it is sharded.
   void reshard(Unit& unit);
+  // Starts to gather `unit`, and finish_unshard() ends it; it then stays until
+  // the end of backward, of a forward without gradients, or a reshard.
+  void start_unshard(Unit& unit);
+  void finish_unshard(Unit& unit);
+  // What is unsharded now stays so: sees to it that changed values are noticed.
+  void keep_present();
+  // Off: units stay unsharded after backward, until the values change.
+  void set_reshard_after_backward(bool value) {
+    reshard_after_backward_ = value;
+  }
+  // Forgets the recorded order of gathers. Collective.
+  void record_order_anew() { prefetcher_ = Prefetcher(); }
+  // Whenever `unit` is gathered in `phase`, starts the gathers of `next` too.
+  void set_prefetch(Unit& unit, Prefetcher::Phase phase,
+                    std::vector<Unit*> next) {
+    unit.prefetch[phase] = std::move(next);
+  }
   // Call before writing to master shards. Returns when no rank reads them any
   // more. Collective.
   void begin_update();
@@ -56,6 +75,8 @@ class ShardedState final : public BackwardObserver,
   void on_gradients(Unit& unit, std::vector<at::Tensor>&& gradients);
   void set_requires_gradient_sync(bool value) { gradient_sync_ = value; }
   bool requires_gradient_sync() const { return gradient_sync_; }
+  void set_requires_all_reduce(bool value) { reducer_->set_all_reduce(value); }
+  const std::vector<at::Tensor>& ignored_parameters() const { return ignored_; }
   void zero_grad();
   // [Note: Clipping folded into the optimizer]
   // With an optimizer of ours attached, clipping sets this factor, which the
@@ -80,7 +101,8 @@ class ShardedState final : public BackwardObserver,
 
  private:
   ShardedState(ProcessGroups groups, const ShardOptions& options,
-               std::vector<std::unique_ptr<Unit>> units);
+               std::vector<std::unique_ptr<Unit>> units,
+               std::vector<at::Tensor> ignored);
   void attach_sinks();
   void start_gather(Unit& unit);
   void finish_gather(Unit& unit);
@@ -96,18 +118,22 @@ class ShardedState final : public BackwardObserver,
   void take_part_in_rest();
   void reduce_in_order(Unit& unit, const std::vector<at::Tensor>& gradients);
   void reduce_rest();
-  void prefetch_next();
+  void prefetch_next(c10::ArrayRef<Unit*> set);
+  void average_ignored_gradients();
   void note_misuse(Unit& unit);
   void throw_misuse();
   void compare_order_across_ranks();
   void adopt_reduce_order();
   bool nothing_to_do(c10::ArrayRef<Unit*> set) const;
+  bool is_stale(const Unit& unit) const;
+  void stop_watching(Unit& unit);
 
   const ProcessGroups groups_;
   const ShardOptions options_;
   c10::intrusive_ptr<c10d::Backend> shard_group_;
   c10::intrusive_ptr<c10d::Backend> replicate_group_;
   std::vector<std::unique_ptr<Unit>> units_;
+  const std::vector<at::Tensor> ignored_;
   at::ScalarType reduce_dtype_;
 
   std::recursive_mutex mutex_;
@@ -122,6 +148,7 @@ class ShardedState final : public BackwardObserver,
   std::vector<Unit*> present_;  // Units that are not kSharded.
   Unit* last_touched_ = nullptr;
   bool gradient_sync_ = true;
+  bool reshard_after_backward_ = true;
   // A forward scope was opened with gradients on; parts of it, as a frozen
   // tower, may run without.
   bool in_training_forward_ = false;

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "ATen/ops/empty_strided.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "c10/core/GradMode.h"
@@ -21,6 +22,7 @@ struct Claim {
   OriginalParameter parameter;
   Unit* unit = nullptr;
   bool full_precision = false;
+  size_t module = 0;  // Into Splitter::modules_: who owns it.
 };
 
 std::string join_path(const std::string& prefix, const std::string& name) {
@@ -41,6 +43,7 @@ class Splitter {
 
   void visit(torch::nn::Module& module, const std::string& path, Unit* unit) {
     types_.insert(type_name(typeid(module)));
+    modules_.push_back({path, &module});
     if (unit == nullptr || options_.wrap_policy.matches(path, module)) {
       unit = add_unit(path, unit);
     }
@@ -49,7 +52,9 @@ class Splitter {
         options_.mixed_precision.keep_full_precision(module);
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       if (!item.value().defined()) continue;
-      claim(item.value(), join_path(path, item.key()), unit, full_precision);
+      const std::string name = join_path(path, item.key());
+      if (options_.ignored && options_.ignored(name)) continue;
+      claim(item.value(), name, unit, full_precision, modules_.size() - 1);
     }
     for (const auto& child : module.named_children()) {
       visit(*child.value(), join_path(path, child.key()), unit);
@@ -69,11 +74,18 @@ class Splitter {
     for (const auto& unit : units_) {
       FS_RETURN_IF_ERROR(shard_unit(*unit));
     }
+    for (OwningModule& module : modules_) {
+      FS_RETURN_IF_ERROR(materialize(module));  // Buffers, ignored parameters.
+    }
     drop_empty_units();
     return std::move(units_);
   }
 
  private:
+  struct OwningModule {
+    std::string path;
+    torch::nn::Module* module;
+  };
   using Key = std::tuple<bool, at::ScalarType, at::ScalarType>;
 
   Unit* add_unit(const std::string& path, Unit* parent) {
@@ -88,11 +100,12 @@ class Splitter {
   }
 
   void claim(const at::Tensor& tensor, std::string name, Unit* unit,
-             bool full_precision) {
+             bool full_precision, size_t module) {
     const auto [found, inserted] =
         by_tensor_.emplace(tensor.unsafeGetTensorImpl(), claims_.size());
     if (inserted) {
-      claims_.push_back({{tensor, std::move(name), {}}, unit, full_precision});
+      claims_.push_back(
+          {{tensor, std::move(name), {}}, unit, full_precision, module});
       return;
     }
     Claim& first = claims_[found->second];
@@ -112,6 +125,7 @@ class Splitter {
     std::vector<Key> order;  // First come, so that ranks agree.
     for (Claim& claim : claims_) {
       if (claim.unit != &unit) continue;
+      FS_RETURN_IF_ERROR(materialize(modules_[claim.module]));
       FS_RETURN_IF_ERROR(prepare(claim.parameter));
       const at::Tensor& p = claim.parameter.tensor;
       const at::ScalarType dtype = p.scalar_type();
@@ -134,6 +148,39 @@ class Splitter {
       unit.flats.push_back(
           FlatParameter::create(unit.name, std::move(by_key[key]), placement));
     }
+    return absl::OkStatus();
+  }
+
+  // Gives a module's meta tensors memory and values.
+  absl::Status materialize(const OwningModule& owner) {
+    std::vector<std::pair<std::string, at::Tensor>> meta;
+    const auto collect = [&](const auto& items) {
+      for (const auto& item : items) {
+        if (item.value().defined() && item.value().is_meta()) {
+          meta.emplace_back(item.key(), item.value());
+        }
+      }
+    };
+    collect(owner.module->named_parameters(/*recurse=*/false));
+    collect(owner.module->named_buffers(/*recurse=*/false));
+    if (meta.empty()) return absl::OkStatus();
+    if (!options_.materialize) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("'", join_path(owner.path, meta[0].first),
+                       "' is on the meta device; set "
+                       "ShardOptions::materialize to initialise it"));
+    }
+    at::NoGradGuard no_grad;
+    for (auto& [name, tensor] : meta) {
+      const at::Tensor memory = at::empty_strided(
+          tensor.sizes(), tensor.strides(),
+          tensor.options().device(groups_.device()).requires_grad(false));
+      // set_data() refuses another kind of device.
+      c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+      impl->_change_backend_component_keys(groups_.device());
+      impl->set_storage_keep_dtype(memory.storage());
+    }
+    options_.materialize(owner.path, *owner.module);
     return absl::OkStatus();
   }
 
@@ -184,6 +231,7 @@ class Splitter {
   const ProcessGroups& groups_;
   const ShardOptions& options_;
   std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<OwningModule> modules_;
   std::vector<Claim> claims_;
   std::unordered_map<c10::TensorImpl*, size_t> by_tensor_;
   std::set<std::string> types_;

@@ -56,6 +56,13 @@ uint64_t Unit::generation() const {
   return sum;
 }
 
+bool Unit::handed_out() const {
+  for (const auto& flat : flats) {
+    if (flat->handed_out()) return true;
+  }
+  return false;
+}
+
 bool Unit::related_to(const Unit& other) const {
   return encloses(*this, other) || encloses(other, *this);
 }

@@ -34,6 +34,12 @@ class Unit {
   UnitState state = UnitState::kSharded;
   uint64_t gathered_generation = 0;
   std::weak_ptr<void> keeper;  // [Note: Units kept for a recompute]
+  // Stayed unsharded after a forward, and the user may write to its shards: the
+  // next forward gathers it again, backward does not.
+  bool watched = false;
+  bool pinned = false;  // Unsharded by request.
+  // Explicit prefetches, by Prefetcher::Phase.
+  std::vector<Unit*> prefetch[2];
 
   // Where the unit's unsharded memory is while state != kSharded. The
   // transport's bookkeeping.
@@ -46,6 +52,8 @@ class Unit {
 
   // Unsharded gradients, of reduce_bytes(), kept under no_sync.
   at::Tensor unreduced_gradients;
+  // Gradient shards that wait for the replicas' all-reduce, by flat parameter.
+  std::vector<at::Tensor> unreduced_shards;
   // In the backward that is under way:
   bool reduced_this_backward = false;
   bool came_early = false;  // Waits in unreduced_gradients for its turn.
@@ -63,6 +71,7 @@ class Unit {
   bool trainable() const { return sink != nullptr; }
   bool has_views() const;
   uint64_t generation() const;
+  bool handed_out() const;
   // Whether one of the two encloses the other in the module tree.
   bool related_to(const Unit& other) const;
   std::string misuse();
