@@ -13,12 +13,14 @@
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
 #include "fullshard/optim/shard_runs.h"
+#include "fullshard/sharding/gradient_norm.h"
 #include "fullshard/sharding/sharded_state.h"
 
 namespace fullshard {
 namespace {
 
 using internal::FlatParameter;
+using internal::norm_by_rows;
 using internal::ShardedState;
 using internal::ShardRun;
 
@@ -48,26 +50,6 @@ struct PartialNorm {
     return scale * std::pow(sum, 1 / p);
   }
 };
-
-// Sums in float over rows of moderate length, and in double over the rows, so
-// that a large shard loses no digits.
-double norm_by_rows(const at::Tensor& values, double p) {
-  constexpr int64_t kRow = 1024;
-  const int64_t whole = values.numel() / kRow * kRow;
-  const at::ScalarType dtype =
-      values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  std::vector<at::Tensor> norms;  // Infinite p takes no empty tensor.
-  if (whole > 0) {
-    norms.push_back(at::linalg_vector_norm(
-        values.narrow(0, 0, whole).view({-1, kRow}), p, {1}, false, dtype));
-  }
-  if (whole < values.numel()) {
-    norms.push_back(at::linalg_vector_norm(
-        values.narrow(0, whole, values.numel() - whole), p, {}, true, dtype));
-  }
-  return at::linalg_vector_norm(at::cat(norms).to(at::kDouble), p)
-      .item<double>();
-}
 
 PartialNorm partial_norm(const at::Tensor& values, double p) {
   if (p == 1 || p == 2) {

@@ -6,15 +6,13 @@
 #include <limits>
 #include <map>
 
-#include "ATen/ops/cat.h"
-#include "ATen/ops/empty.h"
-#include "ATen/ops/linalg_vector_norm.h"
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
+#include "fullshard/sharding/gradient_norm.h"
 #include "fullshard/sharding/sharded_state.h"
 #include "fullshard/sharding/split_into_units.h"
 #include "fullshard/sharding/unshard.h"
@@ -24,6 +22,7 @@ namespace fullshard {
 namespace {
 
 using internal::FlatParameter;
+using internal::norm_by_rows;
 
 void collect_names(torch::nn::Module& module, const std::string& prefix,
                    std::vector<std::string>& names) {
@@ -36,21 +35,6 @@ void collect_names(torch::nn::Module& module, const std::string& prefix,
   for (const auto& child : module.named_children()) {
     collect_names(*child.value(), prefix + child.key() + ".", names);
   }
-}
-
-// The p-norm of a 1-D tensor. Rows of moderate length are summed in float and
-// their norms in double, so that a large shard loses no digits.
-double local_norm(const at::Tensor& values, double p) {
-  constexpr int64_t kRow = 1024;
-  const int64_t whole = values.numel() / kRow * kRow;
-  const at::ScalarType dtype =
-      values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor rows = at::linalg_vector_norm(
-      values.narrow(0, 0, whole).view({-1, kRow}), p, {1}, false, dtype);
-  const at::Tensor rest = at::linalg_vector_norm(
-      values.narrow(0, whole, values.numel() - whole), p, {}, true, dtype);
-  return at::linalg_vector_norm(at::cat({rows, rest}).to(at::kDouble), p)
-      .item<double>();
 }
 
 // Combines the local p-norms of the shards of all ranks.
@@ -122,7 +106,7 @@ double ShardedModule::clip_grad_norm(double max_norm, double p) {
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
       if (!flat->placement().trainable || !flat->has_gradient()) continue;
-      const double norm = local_norm(flat->gradient_shard(), p);
+      const double norm = norm_by_rows(flat->gradient_shard(), p);
       if (std::isnan(norm)) {
         local = norm;
       } else if (is_max) {
@@ -139,7 +123,7 @@ double ShardedModule::clip_grad_norm(double max_norm, double p) {
   for (const at::Tensor& parameter : state_->ignored_parameters()) {
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
-    const double whole = local_norm(gradient.reshape(-1), p);
+    const double whole = norm_by_rows(gradient.reshape(-1), p);
     norm = is_max ? std::max(norm, whole)
                   : std::pow(std::pow(norm, p) + std::pow(whole, p), 1 / p);
   }

@@ -4,6 +4,7 @@
 #include "gmock/gmock.h"
 #include "tests/sharding/mlp.h"
 #include "tests/testing/run_ranks.h"
+#include "torch/nn/modules/linear.h"
 
 namespace fullshard {
 namespace {
@@ -182,6 +183,19 @@ TEST_P(MeshTest, ClipOfAKnownGradient) {
     EXPECT_NEAR(sharded.clip_grad_norm(6.5), 6.5, 1e-5);
     EXPECT_NEAR(sharded.clip_grad_norm(1e9, 1), 9.5, 1e-5);
     EXPECT_NEAR(sharded.clip_grad_norm(1e9, INFINITY), 6, 1e-5);
+  });
+}
+
+// Shards that fill whole rows of the summation.
+TEST(ClipTest, InfiniteNormOfALargeShard) {
+  testing::run_ranks(2, [](ProcessGroups& groups) {
+    auto sharded =
+        fully_shard(
+            torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)),
+            groups)
+            .value();
+    sharded(at::arange(64, at::kFloat).view({1, 64})).sum().backward();
+    EXPECT_EQ(sharded.clip_grad_norm(1e9, INFINITY), 63);
   });
 }
 
