@@ -1,7 +1,6 @@
 // The training program: settings, ranks, and one line if something is wrong.
 
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -57,7 +56,7 @@ int main(int argc, char** argv) {
                      absl::FormatTime("+%Y-%m-%d-%H-%M", absl::Now(),
                                       absl::LocalTimeZone()));
   }
-  if (std::getenv("RANK") != nullptr) return run_rank(*config, *env);
+  if (env->launched) return run_rank(*config, *env);
   fullshard::LauncherOptions options;
   options.num_ranks = static_cast<int>(config->nproc);
   return fullshard::launch_ranks(options, [&](const fullshard::LaunchEnv& e) {

@@ -31,7 +31,8 @@ void for_each_field(Config& config, F f) {
   f("sharding", s.sharding,
     "full-shard, shard-grad-op, global-full-shard or no-shard");
   f("nproc", config.nproc, "ranks to start on this host");
-  f("backend", config.backend, "shm, gloo, nccl or single; empty: the best");
+  f("backend", config.backend,
+    "shm, gloo, shm+gloo, nccl, single or fake; empty: the best");
   f("epochs", s.epochs, "passes over the data, if max_steps is none");
   f("max_steps", s.max_steps, "optimizer steps, or none");
   f("global_batch_size", s.global_batch_size, "examples of one step");

@@ -1,6 +1,7 @@
 #include "fullshard/core/process_groups.h"
 
-#include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -9,6 +10,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
+#include "fullshard/core/fake_backend.h"
+#include "fullshard/core/hosts.h"
 #include "fullshard/core/logging.h"
 #include "fullshard/core/shm_backend.h"
 #include "fullshard/core/single_backend.h"
@@ -28,6 +31,8 @@ using Group = ProcessGroups::Group;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
 constexpr std::chrono::milliseconds kFarewellTimeout{5000};
+// How much later than this one another rank may notice the same failure.
+constexpr std::chrono::milliseconds kPatience{2000};
 
 // The members of a group, in order, and this rank's place among them.
 struct Members {
@@ -56,19 +61,20 @@ absl::StatusOr<std::string> choose_backend(const std::string& name,
   if (name.empty()) {
     if (env.world_size == 1) return std::string("single");
     if (num_cuda_devices() >= env.local_world_size) return std::string("nccl");
-    return std::string(env.single_host() ? "shm" : "gloo");
+    return std::string(env.single_host() ? "shm" : "shm+gloo");
   }
-  if (name != "shm" && name != "gloo" && name != "nccl" && name != "single") {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "backend: expected shm, gloo, nccl, single or nothing (automatic), "
-        "got '",
-        name, "'"));
+  if (name != "shm" && name != "gloo" && name != "shm+gloo" && name != "nccl" &&
+      name != "single" && name != "fake") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("backend: expected shm, gloo, shm+gloo, nccl, single, "
+                     "fake or nothing (automatic), got '",
+                     name, "'"));
   }
   if (name == "shm" && !env.single_host()) {
     return absl::FailedPreconditionError(
         absl::StrCat("backend shm: expected all ", env.world_size,
                      " ranks on one host, got ", env.local_world_size,
-                     " on this one; use gloo across hosts"));
+                     " on this one; use shm+gloo or gloo across hosts"));
   }
   if (name == "single" && env.world_size != 1) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -140,20 +146,32 @@ class GroupFactory {
  public:
   GroupFactory(const LaunchEnv& env, const std::string& backend,
                c10::Device device, std::chrono::milliseconds timeout,
-               Store store)
+               Store store, const Hosts* hosts)
       : env_(env),
         backend_(backend),
         device_(device),
         timeout_(timeout),
-        store_(std::move(store)) {}
+        store_(std::move(store)),
+        hosts_(hosts) {}
 
   absl::StatusOr<Group> make(const Members& members) const {
     if (members.ranks.size() == 1) {
       return Group(c10::make_intrusive<SingleBackend>());
     }
-    if (backend_ == "shm") return make_shm(members);
-    return catching(absl::StrCat(backend_, " group '", members.name, "'"),
-                    [&] { return make_remote(members); });
+    if (backend_ == "fake") {
+      return Group(c10::make_intrusive<FakeBackend>(
+          members.rank_in_group, static_cast<int>(members.ranks.size())));
+    }
+    const std::string where =
+        absl::StrCat(backend_, " group '", members.name, "'");
+    bool shared = backend_ == "shm";
+    if (backend_ == "shm+gloo") {
+      FS_ASSIGN_OR_RETURN(shared, catching(where, [&] {
+                            return hosts_->share_host(members.ranks);
+                          }));
+    }
+    if (shared) return make_shm(members);
+    return catching(where, [&] { return make_remote(members); });
   }
 
  private:
@@ -189,16 +207,26 @@ class GroupFactory {
       return group;
     }
 #endif
-    TORCH_INTERNAL_ASSERT(backend_ == "gloo" && device_.is_cpu());
+    TORCH_INTERNAL_ASSERT(device_.is_cpu());
     auto options = c10d::ProcessGroupGloo::Options::create(timeout_);
-    options->devices.push_back(
-        is_loopback(env_.master_addr)
-            ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-            : c10d::ProcessGroupGloo::createDefaultDevice());
+    options->devices.push_back(gloo_device());
     auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(
         store, members.rank_in_group, size, options);
     group->setGroupUid(members.name);
     return group;
+  }
+
+  // Gloo's own choice, the address of the host's name, is often a loopback
+  // address, at which other hosts find nobody.
+  std::shared_ptr<gloo::transport::Device> gloo_device() const {
+    const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+    if (interface != nullptr && *interface != '\0') {
+      return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
+    }
+    const std::string address = local_address_towards(env_.master_addr);
+    TORCH_CHECK(!address.empty(), "MASTER_ADDR: no way to host '",
+                env_.master_addr, "'");
+    return c10d::ProcessGroupGloo::createDeviceForHostname(address);
   }
 
   const LaunchEnv& env_;
@@ -206,6 +234,7 @@ class GroupFactory {
   const c10::Device device_;
   const std::chrono::milliseconds timeout_;
   const Store store_;
+  const Hosts* const hosts_;
 };
 
 }  // namespace
@@ -214,12 +243,16 @@ struct ProcessGroups::State {
   State(const LaunchEnv& env, std::string backend, c10::Device device)
       : env(env), backend(std::move(backend)), device(device) {}
   ~State();
+  void watch_hosts();
   void wait_for_all(const std::string& key, int count);
 
   const LaunchEnv env;
   const std::string backend;
   const c10::Device device;
-  Store store;  // null where no group needs one
+  Store store;                   // null where no group needs one
+  std::shared_ptr<Hosts> hosts;  // null if there is only one
+  std::shared_ptr<std::atomic<bool>> failed =
+      std::make_shared<std::atomic<bool>>(false);
   Group world, shard_group, replicate_group;
 };
 
@@ -227,7 +260,8 @@ struct ProcessGroups::State {
 // collective aborts, and so does one whose store goes away. So all ranks first
 // agree that they have finished, and rank 0, which serves the store, is last.
 ProcessGroups::State::~State() {
-  const bool failing = std::uncaught_exceptions() > 0;
+  if (hosts) CollectiveScope::watch(nullptr);
+  const bool failing = *failed || std::uncaught_exceptions() > 0;
   if (store && !failing) wait_for_all("finished", env.world_size);
   replicate_group.reset();
   shard_group.reset();
@@ -240,6 +274,18 @@ ProcessGroups::State::~State() {
     }
     if (env.rank == 0) wait_for_all("left", env.world_size);
   }
+}
+
+// A collective that fails says which rank it saw go, at best; the line of this
+// rank says who is gone. Rank 0 serves the others' questions a while longer.
+void ProcessGroups::State::watch_hosts() {
+  CollectiveScope::watch([hosts = hosts, failed = failed,
+                          rank = env.rank](const std::string& collective) {
+    *failed = true;
+    log_error(
+        absl::StrCat(collective, " failed: ", hosts->find_missing(kPatience)));
+    if (rank == 0) std::this_thread::sleep_for(kPatience);
+  });
 }
 
 // Waits until `count` ranks were here, or no longer than a rank that died can
@@ -300,11 +346,19 @@ absl::StatusOr<ProcessGroups> init_process_groups(
                       choose_backend(options.backend, env));
   const c10::Device device = choose_device(backend, env);
   auto state = std::make_shared<ProcessGroups::State>(env, backend, device);
-  if ((backend == "gloo" || backend == "nccl") && world > 1) {
+  const bool remote =
+      backend == "gloo" || backend == "shm+gloo" || backend == "nccl";
+  if (remote && world > 1) {
     FS_ASSIGN_OR_RETURN(state->store, open_store(env, options.timeout));
+    if (!env.single_host()) {
+      FS_ASSIGN_OR_RETURN(state->hosts, catching("store", [&] {
+                            return std::make_shared<Hosts>(state->store, env);
+                          }));
+      state->watch_hosts();
+    }
   }
   const GroupFactory factory(env, backend, device, options.timeout,
-                             state->store);
+                             state->store, state->hosts.get());
   FS_ASSIGN_OR_RETURN(state->world,
                       factory.make(strided("world", env.rank, 0, 1, world)));
   if (shard == world) {

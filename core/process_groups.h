@@ -17,9 +17,14 @@ class ShmBackend;
 
 struct ProcessGroupsOptions {
   // "shm": shared memory, the ranks of one host. "gloo": TCP, CPU hosts.
+  // "shm+gloo": shared memory for groups inside one host, Gloo for the others.
   // "nccl": GPUs; needs a build with --config=cuda. "single": a world of one.
+  // "fake": no peers at all, see fake_backend.h; world and rank as `env` says.
   // "": nccl where this build and host have it, single for a world of one, shm
-  // when all ranks are on this host, else gloo.
+  // when all ranks are on this host, else shm+gloo.
+  //
+  // Gloo listens at the address by which this host reaches MASTER_ADDR, or on
+  // the interface that GLOO_SOCKET_IFNAME names.
   std::string backend;
 
   // How long a rank waits for another before the job fails.

@@ -48,6 +48,9 @@ class SingleBackend : public c10d::Backend {
       const c10d::ReduceScatterOptions& options = {}) override;
   c10::intrusive_ptr<c10d::Work> barrier(
       const c10d::BarrierOptions& options = {}) override;
+
+ protected:
+  SingleBackend(int rank, int size) : Backend(rank, size) {}
 };
 
 }  // namespace fullshard

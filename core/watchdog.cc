@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "fullshard/core/logging.h"
@@ -76,7 +77,28 @@ class Watchdog {
   bool running_ = false;
 };
 
+std::mutex g_on_failure_mutex;
+// Never destroyed: a scope may fail while the process ends.
+auto& g_on_failure = *new std::function<void(const std::string&)>;
+
 }  // namespace
+
+void CollectiveScope::watch(
+    std::function<void(const std::string& collective)> on_failure) {
+  std::lock_guard<std::mutex> lock(g_on_failure_mutex);
+  g_on_failure = std::move(on_failure);
+  watched_ = g_on_failure != nullptr;
+}
+
+void CollectiveScope::report_failure() noexcept {
+  std::lock_guard<std::mutex> lock(g_on_failure_mutex);
+  if (!watched_.exchange(false)) return;
+  try {
+    g_on_failure(describe());
+  } catch (const std::exception& error) {
+    log_error(error.what());
+  }
+}
 
 std::string CollectiveScope::describe() {
   const CollectiveScope* scope = current_;

@@ -1,8 +1,11 @@
 #ifndef FULLSHARD_CORE_WATCHDOG_H_
 #define FULLSHARD_CORE_WATCHDOG_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <string>
 
 #include "absl/strings/string_view.h"
@@ -12,7 +15,7 @@ namespace fullshard {
 // Names, for error messages, what this thread communicates about while the
 // object lives: "reduce_scatter #418 of unit llm.layers.3".
 //
-// Costs two stores; nothing is formatted unless a wait fails. Scopes nest; an
+// Costs a few stores; nothing is formatted unless a wait fails. Scopes nest; an
 // inner scope without a unit keeps the outer scope's description, so a backend
 // can name its own collectives without hiding the engine's words.
 //
@@ -24,23 +27,35 @@ class CollectiveScope {
       : operation_(operation),
         unit_(unit),
         sequence_(sequence),
-        outer_(current_) {
+        outer_(current_),
+        exceptions_(std::uncaught_exceptions()) {
     current_ = this;
   }
-  ~CollectiveScope() { current_ = outer_; }
+  ~CollectiveScope() {
+    if (watched_ && std::uncaught_exceptions() > exceptions_) report_failure();
+    current_ = outer_;
+  }
   CollectiveScope(const CollectiveScope&) = delete;
   CollectiveScope& operator=(const CollectiveScope&) = delete;
 
   // Describes the scope this thread is in; empty outside of any.
   static std::string describe();
 
+  // From now on the first scope that an exception leaves calls `on_failure`
+  // with its description. Null: no longer. One at a time per process.
+  static void watch(
+      std::function<void(const std::string& collective)> on_failure);
+
  private:
+  static void report_failure() noexcept;
   static inline thread_local const CollectiveScope* current_ = nullptr;
+  static inline std::atomic<bool> watched_{false};
 
   const char* const operation_;
   const std::string* const unit_;
   const uint64_t sequence_;
   const CollectiveScope* const outer_;
+  const int exceptions_;
 };
 
 // Returns "what", the scope of this thread, or both where they differ.

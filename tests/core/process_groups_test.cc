@@ -58,8 +58,8 @@ TEST(ProcessGroupsErrorTest, UnknownBackendListsTheKnown) {
   ProcessGroupsOptions options;
   options.backend = "mpi";
   expect_error({}, options, absl::StatusCode::kInvalidArgument,
-               "expected shm, gloo, nccl, single or nothing (automatic), got "
-               "'mpi'");
+               "expected shm, gloo, shm+gloo, nccl, single, fake or nothing "
+               "(automatic), got 'mpi'");
 }
 
 TEST(ProcessGroupsErrorTest, BackendThatCannotServeTheWorld) {
@@ -112,6 +112,31 @@ TEST(ProcessGroupsTest, WorldOfOneIsSingle) {
     EXPECT_EQ(sum_of_ranks(groups.world(), 5), 5);
     groups.world()->barrier()->wait();
   });
+}
+
+// Rank 5 of 1,024, in groups of 8, without the other 1,023.
+TEST(ProcessGroupsTest, FakeWorldOfAnySize) {
+  testing::expect_success(testing::collect_processes(1, [](const LaunchEnv&) {
+    LaunchEnv env = world_of(1024, 8);
+    env.rank = env.local_rank = 5;
+    ProcessGroupsOptions options;
+    options.backend = "fake";
+    options.shard_group_size = 8;
+    absl::StatusOr<ProcessGroups> groups = init_process_groups(env, options);
+    ASSERT_TRUE(groups.ok()) << groups.status();
+    EXPECT_EQ(groups->world()->getSize(), 1024);
+    EXPECT_EQ(groups->shard_group()->getSize(), 8);
+    EXPECT_EQ(groups->shard_group()->getRank(), 5);
+    EXPECT_EQ(groups->replicate_group()->getSize(), 128);
+    EXPECT_EQ(groups->replicate_group()->getRank(), 0);
+    EXPECT_EQ(sum_of_ranks(groups->world(), 5), 5 * 1024);
+    at::Tensor input = at::arange(16), chunk = at::zeros({2}, at::kLong);
+    groups->shard_group()->_reduce_scatter_base(chunk, input)->wait();
+    EXPECT_TRUE(chunk.equal(at::tensor({80, 88}, at::kLong)));
+    at::Tensor full = at::zeros({16}, at::kLong);
+    groups->shard_group()->_allgather_base(full, chunk)->wait();
+    EXPECT_TRUE(full.equal(chunk.repeat({8})));
+  }));
 }
 
 TEST(ProcessGroupsTest, HybridMeshes) {

@@ -9,10 +9,10 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/linalg_vector_norm.h"
 #include "fullshard/optim/sharded_sgd.h"
+#include "fullshard/tests/optim/golden_model.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/optim/golden_model.h"
-#include "tests/testing/run_ranks.h"
 
 namespace fullshard {
 namespace {

@@ -1,8 +1,8 @@
 #include "fullshard/optim/lr_schedule.h"
 
+#include "fullshard/tests/optim/goldens.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/optim/goldens.h"
 
 namespace fullshard {
 namespace {

@@ -11,10 +11,10 @@
 #include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/optim/sharded_sgd.h"
 #include "fullshard/sharding/sharded_state.h"
+#include "fullshard/tests/optim/golden_model.h"
+#include "fullshard/tests/optim/goldens.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gtest/gtest.h"
-#include "tests/optim/golden_model.h"
-#include "tests/optim/goldens.h"
-#include "tests/testing/run_ranks.h"
 
 namespace fullshard {
 namespace {

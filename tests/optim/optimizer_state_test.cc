@@ -10,10 +10,10 @@
 #include "fullshard/optim/sharded_adagrad.h"
 #include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/optim/sharded_sgd.h"
+#include "fullshard/tests/optim/golden_model.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/optim/golden_model.h"
-#include "tests/testing/run_ranks.h"
 
 namespace fullshard {
 namespace {

@@ -4,8 +4,8 @@
 #include <map>
 
 #include "ATen/ATen.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gtest/gtest.h"
-#include "tests/testing/run_ranks.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/utils/clip_grad.h"
 #include "torch/optim/adamw.h"

@@ -8,10 +8,10 @@
 #include "ATen/ATen.h"
 #include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/tests/testing/run_ranks.h"
+#include "fullshard/tests/testing/tiny_models.h"
+#include "fullshard/tests/testing/unsharded_reference.h"
 #include "gtest/gtest.h"
-#include "tests/testing/run_ranks.h"
-#include "tests/testing/tiny_models.h"
-#include "tests/testing/unsharded_reference.h"
 
 namespace fullshard {
 namespace {

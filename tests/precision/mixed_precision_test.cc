@@ -4,8 +4,8 @@
 
 #include "ATen/ATen.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gtest/gtest.h"
-#include "tests/testing/run_ranks.h"
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/linear.h"
 

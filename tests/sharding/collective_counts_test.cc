@@ -9,11 +9,11 @@
 #include "fullshard/core/watchdog.h"
 #include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/tests/testing/counting_backend.h"
+#include "fullshard/tests/testing/run_ranks.h"
+#include "fullshard/tests/testing/tiny_models.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/testing/counting_backend.h"
-#include "tests/testing/run_ranks.h"
-#include "tests/testing/tiny_models.h"
 
 namespace fullshard {
 namespace {

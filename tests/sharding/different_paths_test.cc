@@ -6,9 +6,9 @@
 
 #include "ATen/ATen.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/testing/run_ranks.h"
 #include "torch/nn/modules/linear.h"
 
 namespace fullshard {

@@ -1,9 +1,9 @@
 // Shard groups x replicate groups: every mesh trains like one process, and the
 // hooks and factors of a reduction mean the same on all of them.
 
+#include "fullshard/tests/sharding/mlp.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
-#include "tests/sharding/mlp.h"
-#include "tests/testing/run_ranks.h"
 #include "torch/nn/modules/linear.h"
 
 namespace fullshard {

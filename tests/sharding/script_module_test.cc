@@ -10,9 +10,9 @@
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/tests/io/python.h"
 #include "fullshard/tests/io/temp_dir.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/testing/run_ranks.h"
 
 namespace fullshard {
 namespace {

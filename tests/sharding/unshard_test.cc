@@ -1,10 +1,10 @@
 // Unsharding by hand: units by name, full parameters, run-time toggles.
 
 #include "fullshard/optim/sharded_adamw.h"
+#include "fullshard/tests/sharding/mlp.h"
+#include "fullshard/tests/testing/counting_backend.h"
+#include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
-#include "tests/sharding/mlp.h"
-#include "tests/testing/counting_backend.h"
-#include "tests/testing/run_ranks.h"
 #include "torch/optim/sgd.h"
 
 namespace fullshard {

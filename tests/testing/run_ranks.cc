@@ -1,5 +1,6 @@
 #include "fullshard/tests/testing/run_ranks.h"
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -36,6 +37,17 @@ int num_threads() {
   using std::filesystem::directory_iterator;
   return static_cast<int>(std::distance(directory_iterator("/proc/self/task"),
                                         directory_iterator()));
+}
+
+// Returns a file in memory for what one rank prints. A rank may start processes
+// that share it: appending keeps their writes apart, a shared offset does not.
+int open_output() {
+  const int output = memfd_create("output", MFD_CLOEXEC);
+  if (output < 0 || fcntl(output, F_SETFL, O_APPEND) != 0) {
+    std::perror("no file for the output of a test's rank");
+    std::abort();
+  }
+  return output;
 }
 
 // Listens on a free port of the loopback interface, for rank 0's store.
@@ -125,15 +137,15 @@ std::vector<RankOutcome> collect_processes(
   env.world_size = env.local_world_size = num_ranks;
   // Sandboxes have process ids of their own, so two tests may share this one;
   // the clock keeps their jobs apart.
-  env.rendezvous = absl::StrCat(
-      "test-", getpid(), "-", num_jobs++, "-",
-      std::chrono::steady_clock::now().time_since_epoch().count());
+  env.rendezvous =
+      absl::StrCat("test-", getpid(), "-", num_jobs++, "-",
+                   std::chrono::steady_clock::now().time_since_epoch().count());
   const int listener = open_master_port(env);
   std::fflush(nullptr);
   std::vector<Process> processes(num_ranks);
   for (int rank = 0; rank < num_ranks; ++rank) {
     Process& process = processes[rank];
-    process.output = memfd_create("output", MFD_CLOEXEC);
+    process.output = open_output();
     process.pid = fork();
     if (process.pid == 0) {
       env.rank = env.local_rank = rank;
