@@ -29,7 +29,11 @@ void reduce_equal(const at::Tensor& tensor, int count, const ReduceOp& op) {
 void gather_one(const at::Tensor& output, const at::Tensor& input, int size) {
   check_numel("all_gather", output.numel(), input.numel() * size);
   at::NoGradGuard no_grad;
-  output.view({size, -1}).copy_(input.reshape({1, -1}));
+  const at::Tensor source = input.reshape({-1});
+  for (const at::Tensor& chunk : output.view({-1}).chunk(size)) {
+    // The input may be a part of the output.
+    if (chunk.const_data_ptr() != source.const_data_ptr()) chunk.copy_(source);
+  }
 }
 
 void reduce_scatter_one(const at::Tensor& output, const at::Tensor& input,

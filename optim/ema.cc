@@ -10,6 +10,7 @@
 #include "c10/util/StringUtil.h"
 #include "fullshard/core/status.h"
 #include "fullshard/optim/shard_runs.h"
+#include "fullshard/sharding/gather_shards.h"
 #include "fullshard/sharding/sharded_state.h"
 
 namespace fullshard {
@@ -23,14 +24,50 @@ ShardedEma::ShardedEma(const ShardedModule& sharded, double half_life_steps)
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
   for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
-    const at::ScalarType dtype =
-        flat->storage_dtype() == at::kDouble ? at::kDouble : at::kFloat;
-    averages_.push_back(flat->master_shard().to(dtype, /*non_blocking=*/false,
-                                                /*copy=*/true));
+    averages_[flat] = start_average(*flat);
+  }
+  state_->add_observer(this);
+}
+
+ShardedEma::~ShardedEma() { state_->remove_observer(this); }
+
+at::Tensor ShardedEma::start_average(const FlatParameter& flat) const {
+  const at::ScalarType dtype =
+      flat.storage_dtype() == at::kDouble ? at::kDouble : at::kFloat;
+  return flat.master_shard().to(dtype, /*non_blocking=*/false, /*copy=*/true);
+}
+
+void ShardedEma::before_layout_change(const internal::Unit& unit) {
+  TORCH_CHECK(!swapped_in(), "EMA: set_trainable() while the average is in");
+  for (const auto& flat : unit.flats) {
+    const auto average = averages_.find(flat.get());
+    if (average == averages_.end()) continue;
+    const at::Tensor full =
+        internal::gather_shards(*flat, average->second, *state_->shard_group(),
+                                "all_gather of the EMA");
+    for (size_t i = 0; i < flat->parameters().size(); ++i) {
+      moving_[flat->parameters()[i].name] = flat->view_of(full, i);
+    }
+    averages_.erase(average);
   }
 }
 
-ShardedEma::~ShardedEma() = default;
+void ShardedEma::after_layout_change(const internal::Unit& unit) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  for (const auto& flat : unit.flats) {
+    if (!flat->placement().trainable) continue;
+    at::Tensor average = start_average(*flat);
+    for (size_t i = 0; i < flat->parameters().size(); ++i) {
+      const auto old = moving_.find(flat->parameters()[i].name);
+      if (old != moving_.end()) {
+        internal::copy_local_part(*flat, i, old->second, average);
+      }
+    }
+    averages_[flat.get()] = average;
+  }
+  moving_.clear();
+}
 
 ShardedEma::Scope::Scope(ShardedEma& ema)
     : ema_(ema), exceptions_(std::uncaught_exceptions()) {
@@ -50,9 +87,8 @@ void ShardedEma::update() {
   TORCH_CHECK(!swapped_in(), "EMA: update() while the average is swapped in");
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
-  size_t i = 0;
   for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
-    at::Tensor& average = averages_[i++];
+    at::Tensor& average = averages_.at(flat);
     average.lerp_(flat->master_shard().to(average.scalar_type()), 1 - decay_);
   }
 }
@@ -65,9 +101,8 @@ void ShardedEma::swap_in() {
   generations_.clear();
   for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
     at::Tensor master = flat->master_shard();
-    const at::Tensor& average = averages_[kept_.size()];
     kept_.push_back(master.clone());
-    master.copy_(average);
+    master.copy_(averages_.at(flat));
     generations_.push_back(flat->generation());
   }
 }
@@ -100,10 +135,10 @@ absl::Status ShardedEma::full_state_dict(const TensorSink& sink,
   const bool receives = all_ranks || state_->groups().rank() == 0;
   absl::Status status;
   try {
-    size_t f = 0;
     for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
-      const at::Tensor full =
-          internal::gather_shards(*state_, *flat, averages_[f++]);
+      const at::Tensor full = internal::gather_shards(*flat, averages_.at(flat),
+                                                      *state_->shard_group(),
+                                                      "all_gather of the EMA");
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
         const auto& original = flat->parameters()[i];
         const at::Tensor view = flat->view_of(full, i);
@@ -125,9 +160,8 @@ absl::Status ShardedEma::load_full_state_dict(const TensorSource& source) {
   TORCH_CHECK(!swapped_in(), "EMA: state while the average is swapped in");
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
-  size_t f = 0;
   for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
-    const at::Tensor& average = averages_[f++];
+    const at::Tensor& average = averages_.at(flat);
     for (size_t i = 0; i < flat->parameters().size(); ++i) {
       const auto& original = flat->parameters()[i];
       FS_ASSIGN_OR_RETURN(const at::Tensor full, source(original.name));
@@ -137,10 +171,7 @@ absl::Status ShardedEma::load_full_state_dict(const TensorSource& source) {
                          c10::str(original.tensor.sizes()), ", got ",
                          c10::str(full.sizes())));
       }
-      const ShardLayout::Range range =
-          flat->layout().local_range(i, flat->placement().shard_rank);
-      average.narrow(0, range.shard_offset, range.numel)
-          .copy_(internal::local_part(*flat, i, full));
+      internal::copy_local_part(*flat, i, full, average);
     }
   }
   return absl::OkStatus();

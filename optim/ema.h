@@ -2,12 +2,19 @@
 #define FULLSHARD_OPTIM_EMA_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/sharding/layout_observer.h"
+
+namespace fullshard::internal {
+class FlatParameter;
+}  // namespace fullshard::internal
 
 namespace fullshard {
 
@@ -20,11 +27,14 @@ namespace fullshard {
 // have none.
 //
 // Keeps the sharded module's state alive.
-class ShardedEma {
+//
+// Follows ShardedModule::set_trainable: the average of a parameter that becomes
+// trainable starts with its value then.
+class ShardedEma final : private internal::LayoutObserver {
  public:
   // Errors: c10::Error for a half-life that is not above 0.
   ShardedEma(const ShardedModule& sharded, double half_life_steps);
-  ~ShardedEma();
+  ~ShardedEma() override;
   ShardedEma(const ShardedEma&) = delete;
   ShardedEma& operator=(const ShardedEma&) = delete;
 
@@ -73,9 +83,16 @@ class ShardedEma {
   absl::Status load_full_state_dict(const TensorSource& source);
 
  private:
+  void before_layout_change(const internal::Unit& unit) override;
+  void after_layout_change(const internal::Unit& unit) override;
+  at::Tensor start_average(const internal::FlatParameter& flat) const;
+
   const std::shared_ptr<internal::ShardedState> state_;
   const double decay_;
-  std::vector<at::Tensor> averages_;  // [chunk], one per flat parameter.
+  // [chunk], one per trainable flat parameter.
+  std::map<const internal::FlatParameter*, at::Tensor> averages_;
+  // By parameter, in full, while its unit is laid out anew.
+  std::map<std::string, at::Tensor> moving_;
   // While swapped in: the parameters, and the generations of the averages.
   std::vector<at::Tensor> kept_;
   std::vector<uint64_t> generations_;

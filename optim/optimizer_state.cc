@@ -11,6 +11,7 @@
 #include "c10/util/StringUtil.h"
 #include "fullshard/core/status.h"
 #include "fullshard/optim/shard_runs.h"
+#include "fullshard/sharding/gather_shards.h"
 #include "fullshard/sharding/sharded_state.h"
 
 namespace fullshard {
@@ -119,7 +120,8 @@ absl::Status stream_optimizer_state(const ShardedOptimizer& optimizer,
       }
       for (size_t k = 0; k < optimizer.state_names().size(); ++k) {
         const at::Tensor full = internal::gather_shards(
-            state, *flat, optimizer.state_shard(*flat, k));
+            *flat, optimizer.state_shard(*flat, k), *state.shard_group(),
+            "all_gather of optimizer state");
         for (size_t i = 0; i < flat->parameters().size(); ++i) {
           const LocalOptimizerState& entry =
               first[static_cast<std::ptrdiff_t>(i)];

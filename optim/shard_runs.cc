@@ -1,6 +1,5 @@
 #include "fullshard/optim/shard_runs.h"
 
-#include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
@@ -35,18 +34,6 @@ std::vector<FlatParameter*> trainable_flats(const ShardedState& state) {
   return flats;
 }
 
-at::Tensor gather_shards(const ShardedState& state, const FlatParameter& flat,
-                         const at::Tensor& shard) {
-  c10d::Backend& group = *state.shard_group();
-  if (group.getSize() == 1) return shard;
-  at::Tensor full = at::empty({flat.layout().padded()}, shard.options());
-  at::Tensor full_bytes = full.view(at::kByte);
-  at::Tensor own_bytes = shard.view(at::kByte);
-  CollectiveScope scope("all_gather of optimizer state", &flat.name(), 0);
-  group._allgather_base(full_bytes, own_bytes)->wait();
-  return full;
-}
-
 at::Tensor local_part(const FlatParameter& flat, size_t index,
                       const at::Tensor& full) {
   const ShardLayout::Range range =
@@ -59,6 +46,14 @@ at::Tensor local_part(const FlatParameter& flat, size_t index,
   }
   return source.as_strided({range.numel}, {1},
                            source.storage_offset() + range.parameter_offset);
+}
+
+void copy_local_part(const FlatParameter& flat, size_t index,
+                     const at::Tensor& full, const at::Tensor& shard) {
+  const ShardLayout::Range range =
+      flat.layout().local_range(index, flat.placement().shard_rank);
+  shard.narrow(0, range.shard_offset, range.numel)
+      .copy_(local_part(flat, index, full));
 }
 
 absl::Status agree(const ShardedState& state, const absl::Status& own,

@@ -33,15 +33,14 @@ std::vector<ShardRun> split_shard(const FlatParameter& flat,
 // The flat parameters that have gradients, in module order.
 std::vector<FlatParameter*> trainable_flats(const ShardedState& state);
 
-// Returns all ranks' parts of `shard`, a tensor that is split as `flat` is.
-// Collective: the shard group.
-at::Tensor gather_shards(const ShardedState& state, const FlatParameter& flat,
-                         const at::Tensor& shard);
-
 // Returns this rank's elements of parameter `index` of `full`, which has the
 // parameter's shape: [numel], in memory order; a view where that is possible.
 at::Tensor local_part(const FlatParameter& flat, size_t index,
                       const at::Tensor& full);
+
+// Copies them to their place in `shard`, which is split as `flat` is.
+void copy_local_part(const FlatParameter& flat, size_t index,
+                     const at::Tensor& full, const at::Tensor& shard);
 
 // Returns kAborted if any rank failed and this one did not; else `own`.
 // Collective: all ranks. `what` names the call in the message.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <tuple>
 #include <unordered_map>
 
 #include "ATen/ops/full.h"
@@ -13,6 +12,7 @@
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "fullshard/optim/shard_runs.h"
+#include "fullshard/sharding/gather_shards.h"
 #include "fullshard/sharding/sharded_state.h"
 
 namespace fullshard {
@@ -33,53 +33,66 @@ at::Tensor scalar(double value, c10::Device device) {
 }  // namespace
 
 ShardedOptimizer::ShardedOptimizer(const ShardedModule& sharded, Config config)
-    : state_(sharded.state()), lr_(config.lr) {
+    : state_(sharded.state()), config_(std::move(config)), lr_(config_.lr) {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
-  check_not_negative(config.lr, "lr");
-  check_not_negative(config.weight_decay, "weight_decay");
-  for (const StateTensor& tensor : config.state) {
+  check_not_negative(config_.lr, "lr");
+  check_not_negative(config_.weight_decay, "weight_decay");
+  for (const ParamGroup& group : config_.groups) {
+    check_not_negative(group.lr_scale, "lr_scale");
+    check_not_negative(group.weight_decay.value_or(0), "weight_decay");
+  }
+  for (const StateTensor& tensor : config_.state) {
     state_names_.push_back(tensor.name);
     initial_values_.push_back(tensor.initial_value);
   }
   for (FlatParameter* flat : internal::trainable_flats(*state_)) {
-    FlatState flat_state;
-    flat_state.flat = flat;
-    for (double value : initial_values_) {
-      flat_state.state.push_back(
-          value == 0 ? at::zeros_like(flat->master_shard())
-                     : at::full_like(flat->master_shard(), value));
-    }
-    flats_.push_back(std::move(flat_state));
+    flats_.push_back(make_state(*flat));
   }
-  make_groups(config.groups, config.decays, config.weight_decay);
+  make_groups();
+  check_groups();
   for (FlatState& flat_state : flats_) {
     set_steps(flat_state,
               std::vector<int64_t>(flat_state.flat->parameters().size()));
   }
   state_->optimizer_applies_scale = true;
+  state_->add_observer(this);
 }
 
 ShardedOptimizer::~ShardedOptimizer() {
+  state_->remove_observer(this);
   state_->optimizer_applies_scale = false;
+  if (state_->steps_in_backward()) state_->set_on_reduced(nullptr);
+}
+
+ShardedOptimizer::FlatState ShardedOptimizer::make_state(
+    FlatParameter& flat) const {
+  FlatState flat_state;
+  flat_state.flat = &flat;
+  for (double value : initial_values_) {
+    flat_state.state.push_back(value == 0
+                                   ? at::zeros_like(flat.master_shard())
+                                   : at::full_like(flat.master_shard(), value));
+  }
+  return flat_state;
 }
 
 // Every given group, and the default one, splits into what decays and what does
-// not. Groups that stay empty are dropped.
-void ShardedOptimizer::make_groups(const std::vector<ParamGroup>& given,
-                                   const DecayPredicate& decays,
-                                   double weight_decay) {
+// not. Groups that stay empty are dropped; the others keep their rates.
+void ShardedOptimizer::make_groups() {
+  const std::vector<ParamGroup>& given = config_.groups;
+  std::map<std::string, double> rates;
+  for (const OptimizerGroup& group : groups_) rates[group.name] = group.lr;
+  groups_.clear();
   std::vector<OptimizerGroup> all;
   for (size_t g = 0; g <= given.size(); ++g) {
     OptimizerGroup group;
     group.name = "default";
-    group.weight_decay = weight_decay;
+    group.weight_decay = config_.weight_decay;
     if (g < given.size()) {
       group.name = given[g].name;
       group.lr_scale = given[g].lr_scale;
-      group.weight_decay = given[g].weight_decay.value_or(weight_decay);
-      check_not_negative(group.lr_scale, "lr_scale");
-      check_not_negative(group.weight_decay, "weight_decay");
+      group.weight_decay = given[g].weight_decay.value_or(config_.weight_decay);
     }
     all.push_back(group);
     absl::StrAppend(&group.name, "/no_decay");
@@ -87,30 +100,98 @@ void ShardedOptimizer::make_groups(const std::vector<ParamGroup>& given,
     all.push_back(std::move(group));
   }
   for (FlatState& flat_state : flats_) {
+    flat_state.group_of.clear();
     for (const auto& original : flat_state.flat->parameters()) {
       const std::vector<int64_t> sizes = original.tensor.sizes().vec();
       size_t g = 0;
       while (g < given.size() && !given[g].matches(original.name, sizes)) ++g;
-      const size_t group = 2 * g + (decays(original.name, sizes) ? 0 : 1);
+      const size_t group =
+          2 * g + (config_.decays(original.name, sizes) ? 0 : 1);
       all[group].parameters.push_back(original.name);
       flat_state.group_of.push_back(group);
     }
   }
-  for (size_t g = 0; g < given.size(); ++g) {
-    TORCH_CHECK(
-        !all[2 * g].parameters.empty() || !all[2 * g + 1].parameters.empty(),
-        "parameter group '", given[g].name,
-        "' matches no trainable parameter that an earlier group left");
-  }
   std::vector<size_t> place;
   for (OptimizerGroup& group : all) {
     place.push_back(groups_.size());
-    if (!group.parameters.empty()) groups_.push_back(std::move(group));
+    if (group.parameters.empty()) continue;
+    const auto rate = rates.find(group.name);
+    group.lr = rate != rates.end() ? rate->second : lr_ * group.lr_scale;
+    groups_.push_back(std::move(group));
   }
   for (FlatState& flat_state : flats_) {
     for (size_t& group : flat_state.group_of) group = place[group];
   }
-  set_lr(lr_);
+}
+
+void ShardedOptimizer::check_groups() const {
+  for (const ParamGroup& given : config_.groups) {
+    const bool found = std::any_of(
+        groups_.begin(), groups_.end(), [&](const OptimizerGroup& group) {
+          return group.name == given.name ||
+                 group.name == absl::StrCat(given.name, "/no_decay");
+        });
+    TORCH_CHECK(found, "parameter group '", given.name,
+                "' matches no trainable parameter that an earlier group left");
+  }
+}
+
+void ShardedOptimizer::before_layout_change(const internal::Unit& unit) {
+  for (const FlatState& flat_state : flats_) {
+    FlatParameter& flat = *flat_state.flat;
+    if (flat.unit != &unit) continue;
+    for (size_t i = 0; i < flat.parameters().size(); ++i) {
+      moving_[flat.parameters()[i].name].step =
+          flat_state.clocks[flat_state.clock_of[i]].updates;
+    }
+    for (const at::Tensor& tensor : flat_state.state) {
+      const at::Tensor full =
+          internal::gather_shards(flat, tensor, *state_->shard_group(),
+                                  "all_gather of optimizer state");
+      for (size_t i = 0; i < flat.parameters().size(); ++i) {
+        moving_[flat.parameters()[i].name].tensors.push_back(
+            flat.view_of(full, i));
+      }
+    }
+  }
+  flats_.erase(std::remove_if(flats_.begin(), flats_.end(),
+                              [&](const FlatState& flat_state) {
+                                return flat_state.flat->unit == &unit;
+                              }),
+               flats_.end());
+}
+
+void ShardedOptimizer::after_layout_change(const internal::Unit&) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  std::vector<FlatState> old = std::move(flats_);
+  flats_.clear();
+  std::vector<std::vector<int64_t>> steps;
+  for (FlatParameter* flat : internal::trainable_flats(*state_)) {
+    steps.emplace_back();
+    const auto found = std::find_if(
+        old.begin(), old.end(),
+        [&](const FlatState& flat_state) { return flat_state.flat == flat; });
+    if (found != old.end()) {
+      for (size_t clock : found->clock_of) {
+        steps.back().push_back(found->clocks[clock].updates);
+      }
+      flats_.push_back(std::move(*found));
+      continue;
+    }
+    flats_.push_back(make_state(*flat));
+    for (size_t i = 0; i < flat->parameters().size(); ++i) {
+      const MovedState& moved = moving_[flat->parameters()[i].name];
+      steps.back().push_back(moved.step);
+      for (size_t k = 0; k < moved.tensors.size(); ++k) {
+        internal::copy_local_part(*flat, i, moved.tensors[k],
+                                  flats_.back().state[k]);
+      }
+    }
+  }
+  moving_.clear();
+  make_groups();
+  for (size_t f = 0; f < flats_.size(); ++f) set_steps(flats_[f], steps[f]);
 }
 
 void ShardedOptimizer::make_runs(FlatState& flat_state) const {
@@ -123,8 +204,9 @@ void ShardedOptimizer::make_runs(FlatState& flat_state) const {
   flat_state.runs.clear();
   for (const ShardRun& shard_run : internal::split_shard(flat, keys)) {
     Run run;
+    run.begin = shard_run.begin;
+    run.end = shard_run.end;
     run.parameter = shard_run.of(flat.master_shard());
-    run.gradient = shard_run.of(flat.gradient_shard());
     for (const at::Tensor& tensor : flat_state.state) {
       run.state.push_back(shard_run.of(tensor));
     }
@@ -132,6 +214,16 @@ void ShardedOptimizer::make_runs(FlatState& flat_state) const {
     run.clock = shard_run.key % flat_state.clocks.size();
     flat_state.runs.push_back(std::move(run));
   }
+  flat_state.gradient = at::Tensor();
+}
+
+void ShardedOptimizer::set_gradients(FlatState& flat_state) {
+  const at::Tensor& gradient = flat_state.flat->gradient_shard();
+  if (gradient.is_same(flat_state.gradient)) return;
+  for (Run& run : flat_state.runs) {
+    run.gradient = gradient.narrow(0, run.begin, run.end - run.begin);
+  }
+  flat_state.gradient = gradient;
 }
 
 void ShardedOptimizer::set_steps(FlatState& flat_state,
@@ -163,33 +255,67 @@ void ShardedOptimizer::step() {
   at::NoGradGuard no_grad;
   state_->begin_update();
   const std::optional<at::Tensor> grad_scale = take_grad_scale();
-  // The kernels want lists of one dtype.
-  std::map<std::tuple<size_t, at::ScalarType, bool>, Batch> batches;
+  Batches batches;
   for (FlatState& flat_state : flats_) {
-    if (!flat_state.flat->has_gradient()) continue;
-    for (Clock& clock : flat_state.clocks) {
-      ++clock.updates;
-      clock.step.add_(1);
-    }
-    for (const Run& run : flat_state.runs) {
-      const Clock& clock = flat_state.clocks[run.clock];
-      const bool is_first = clock.updates == 1;
-      Batch& batch =
-          batches[{run.group, run.parameter.scalar_type(), is_first}];
-      batch.group = &groups_[run.group];
-      batch.first_update = is_first;
-      batch.parameters.push_back(run.parameter);
-      batch.gradients.push_back(run.gradient);
-      batch.steps.push_back(clock.step);
-      batch.state.resize(run.state.size());
-      for (size_t i = 0; i < run.state.size(); ++i) {
-        batch.state[i].push_back(run.state[i]);
-      }
-    }
+    if (flat_state.flat->has_gradient()) collect(flat_state, batches);
   }
   for (auto& [key, batch] : batches) update(batch, grad_scale);
   for (FlatState& flat_state : flats_) {
     if (flat_state.flat->has_gradient()) flat_state.flat->note_update();
+  }
+}
+
+// Counts an update of these parameters and adds their runs to what is updated
+// together; the kernels want lists of one dtype.
+void ShardedOptimizer::collect(FlatState& flat_state, Batches& batches) {
+  set_gradients(flat_state);
+  for (Clock& clock : flat_state.clocks) {
+    ++clock.updates;
+    clock.step.add_(1);
+  }
+  for (const Run& run : flat_state.runs) {
+    const Clock& clock = flat_state.clocks[run.clock];
+    const bool is_first = clock.updates == 1;
+    Batch& batch = batches[{run.group, run.parameter.scalar_type(), is_first}];
+    batch.group = &groups_[run.group];
+    batch.first_update = is_first;
+    batch.parameters.push_back(run.parameter);
+    batch.gradients.push_back(run.gradient);
+    batch.steps.push_back(clock.step);
+    batch.state.resize(run.state.size());
+    for (size_t i = 0; i < run.state.size(); ++i) {
+      batch.state[i].push_back(run.state[i]);
+    }
+  }
+}
+
+void ShardedOptimizer::set_step_in_backward(bool value) {
+  if (value) {
+    state_->set_on_reduced([this](internal::Unit& unit) { update_unit(unit); });
+  } else {
+    state_->set_on_reduced(nullptr);
+  }
+}
+
+void ShardedOptimizer::update_unit(const internal::Unit& unit) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  Batches batches;
+  for (FlatState& flat_state : flats_) {
+    FlatParameter& flat = *flat_state.flat;
+    if (flat.unit == &unit && flat.has_gradient()) {
+      collect(flat_state, batches);
+    }
+  }
+  for (auto& [key, batch] : batches) update(batch, std::nullopt);
+  batches.clear();
+  for (FlatState& flat_state : flats_) {
+    FlatParameter& flat = *flat_state.flat;
+    if (flat.unit != &unit || !flat.has_gradient()) continue;
+    flat.note_update();
+    for (Run& run : flat_state.runs) run.gradient = at::Tensor();
+    flat_state.gradient = at::Tensor();
+    flat.free_gradient();
   }
 }
 

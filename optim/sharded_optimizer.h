@@ -2,9 +2,11 @@
 #define FULLSHARD_OPTIM_SHARDED_OPTIMIZER_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -13,12 +15,13 @@
 #include "absl/status/status.h"
 #include "fullshard/optim/param_groups.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/sharding/layout_observer.h"
+
+namespace fullshard::internal {
+class FlatParameter;
+}  // namespace fullshard::internal
 
 namespace fullshard {
-
-namespace internal {
-class FlatParameter;
-}  // namespace internal
 
 // A value of torch.optim's param_groups: None, bool, float or a tuple.
 using OptimizerOption =
@@ -59,9 +62,12 @@ struct LocalOptimizerState {
 // parameters. Units that backward did not reach are left alone.
 //
 // No communication. Keeps the sharded module's state alive.
-class ShardedOptimizer {
+//
+// Follows ShardedModule::set_trainable: a parameter that becomes trainable
+// joins the first group that it matches, at step 0.
+class ShardedOptimizer : private internal::LayoutObserver {
  public:
-  virtual ~ShardedOptimizer();
+  ~ShardedOptimizer() override;
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
@@ -72,6 +78,11 @@ class ShardedOptimizer {
   void step();
   // Forgets all gradients; touches no memory.
   void zero_grad();
+  // On: a unit is updated as soon as backward has reduced its gradient, which
+  // is freed then, so that a rank holds the gradients of about one unit. step()
+  // has nothing left to do. Excludes clipping, and a second backward through a
+  // graph whose parameters were updated is wrong. Set the rate before backward.
+  void set_step_in_backward(bool value);
 
   double lr() const { return lr_; }
   // Sets every group's rate to `lr` times its lr_scale.
@@ -143,6 +154,7 @@ class ShardedOptimizer {
     at::Tensor step;  // The same as a 0-dim float.
   };
   struct Run {
+    int64_t begin = 0, end = 0;  // In the shard.
     at::Tensor parameter, gradient;
     std::vector<at::Tensor> state;
     size_t group = 0;
@@ -155,22 +167,38 @@ class ShardedOptimizer {
     std::vector<Clock> clocks;
     std::vector<size_t> clock_of;  // By parameter.
     std::vector<Run> runs;
+    at::Tensor gradient;  // The runs' gradients are views of this one.
+  };
+  using Batches = std::map<std::tuple<size_t, at::ScalarType, bool>, Batch>;
+
+  struct MovedState {
+    int64_t step = 0;
+    std::vector<at::Tensor> tensors;  // In full.
   };
 
-  void make_groups(const std::vector<ParamGroup>& given,
-                   const DecayPredicate& decays, double weight_decay);
+  void before_layout_change(const internal::Unit& unit) override;
+  void after_layout_change(const internal::Unit& unit) override;
+  FlatState make_state(internal::FlatParameter& flat) const;
+  void make_groups();
+  void check_groups() const;
   void make_runs(FlatState& flat_state) const;
+  static void set_gradients(FlatState& flat_state);
+  void collect(FlatState& flat_state, Batches& batches);
+  void update_unit(const internal::Unit& unit);
   void set_steps(FlatState& flat_state, const std::vector<int64_t>& steps);
   std::optional<at::Tensor> take_grad_scale();
   LocalOptimizerState local_state(const FlatState& flat_state,
                                   size_t parameter) const;
 
   const std::shared_ptr<internal::ShardedState> state_;
+  const Config config_;
   double lr_;
   std::vector<std::string> state_names_;
   std::vector<double> initial_values_;
   std::vector<OptimizerGroup> groups_;
-  std::vector<FlatState> flats_;
+  std::vector<FlatState> flats_;  // In module order.
+  // By parameter, while its unit is laid out anew.
+  std::map<std::string, MovedState> moving_;
 };
 
 }  // namespace fullshard

@@ -26,11 +26,9 @@ class CollectiveTransport final : public Transport {
  public:
   CollectiveTransport(c10::Device device,
                       c10::intrusive_ptr<c10d::Backend> group,
-                      const std::vector<std::unique_ptr<Unit>>& units,
-                      at::ScalarType reduce_dtype)
+                      const std::vector<std::unique_ptr<Unit>>& units)
       : device_(device),
         group_(std::move(group)),
-        reduce_dtype_(reduce_dtype),
         num_ranks_(group_->getSize()),
         gathers_(units.size()) {
     for (const auto& unit : units) {
@@ -38,8 +36,7 @@ class CollectiveTransport final : public Transport {
         slot_bytes_ = std::max(slot_bytes_, unit->slot_bytes());
         if (!unit->reshard_after_forward) ++expected_slots_;
       }
-      reduce_bytes_ =
-          std::max(reduce_bytes_, unit->reduce_bytes(reduce_dtype_));
+      reduce_bytes_ = std::max(reduce_bytes_, unit->reduce_bytes());
     }
   }
 
@@ -89,7 +86,7 @@ class CollectiveTransport final : public Transport {
       const FlatParameter& flat = *unit.flats[i];
       if (!flat.placement().trainable) continue;
       Reduction reduction;
-      reduction.shard = allocate_elements(flat.layout().chunk);
+      reduction.shard = allocate(flat.layout().chunk, unit.reduce_dtype);
       at::Tensor input = gradients(unit, i);
       reduction.work = group_->_reduce_scatter_base(reduction.shard, input);
       reductions_.push_back(std::move(reduction));
@@ -161,15 +158,10 @@ class CollectiveTransport final : public Transport {
     take(unit, slots_.size() - 1);
   }
 
-  at::Tensor allocate(int64_t num_bytes) const {
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype = at::kByte) const {
     c10::InferenceMode ordinary_tensors(false);
     at::NoGradGuard no_grad;
-    return at::empty({num_bytes}, at::TensorOptions(device_).dtype(at::kByte));
-  }
-  at::Tensor allocate_elements(int64_t numel) const {
-    c10::InferenceMode ordinary_tensors(false);
-    at::NoGradGuard no_grad;
-    return at::empty({numel}, at::TensorOptions(device_).dtype(reduce_dtype_));
+    return at::empty({numel}, at::TensorOptions(device_).dtype(dtype));
   }
 
   void take(Unit& unit, size_t index) {
@@ -196,14 +188,13 @@ class CollectiveTransport final : public Transport {
 
   at::Tensor gradients(const Unit& unit, size_t flat) const {
     char* at = static_cast<char*>(reduce_buffers_[reducing_].data_ptr()) +
-               unit.reduce_offset(flat, reduce_dtype_);
+               unit.reduce_offset(flat);
     return at::from_blob(at, {unit.flats[flat]->layout().padded()},
-                         at::TensorOptions(device_).dtype(reduce_dtype_));
+                         at::TensorOptions(device_).dtype(unit.reduce_dtype));
   }
 
   const c10::Device device_;
   const c10::intrusive_ptr<c10d::Backend> group_;
-  const at::ScalarType reduce_dtype_;
   const int num_ranks_;
   int64_t slot_bytes_ = 0;
   int64_t reduce_bytes_ = 0;
@@ -223,10 +214,9 @@ class CollectiveTransport final : public Transport {
 
 std::unique_ptr<Transport> make_collective_transport(
     const ProcessGroups& groups, c10::intrusive_ptr<c10d::Backend> shard_group,
-    const std::vector<std::unique_ptr<Unit>>& units,
-    at::ScalarType reduce_dtype) {
-  return std::make_unique<CollectiveTransport>(
-      groups.device(), std::move(shard_group), units, reduce_dtype);
+    const std::vector<std::unique_ptr<Unit>>& units) {
+  return std::make_unique<CollectiveTransport>(groups.device(),
+                                               std::move(shard_group), units);
 }
 
 }  // namespace fullshard::internal

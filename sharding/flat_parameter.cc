@@ -76,6 +76,22 @@ void FlatParameter::detach() {
   slot_ = c10::Storage();
 }
 
+std::vector<OriginalParameter> FlatParameter::restore(const at::Tensor& full) {
+  page_out();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& p = parameters_[i].tensor;
+    const at::Tensor values =
+        at::empty_strided(p.sizes(), strides_[i], master_.options())
+            .copy_(view_of(full, i));
+    set_touch_key(p, false);
+    p.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+    p.set_data(values);
+  }
+  std::vector<OriginalParameter> parameters = std::move(parameters_);
+  detach();
+  return parameters;
+}
+
 void FlatParameter::take_parameters() {
   // Whatever mode the caller is in, these must be ordinary tensors. The first
   // guard switches the grad mode on, so the order matters.
@@ -293,8 +309,8 @@ std::string FlatParameter::misuse() {
     }
     if (!placement_.trainable && p.requires_grad()) {
       return absl::StrCat("frozen parameter '", name,
-                          "' was set to require gradients after sharding; set "
-                          "requires_grad before fully_shard");
+                          "' was set to require gradients after sharding; use "
+                          "set_trainable of the sharded module");
     }
   }
   return "";
@@ -397,6 +413,11 @@ const at::Tensor& FlatParameter::gradient_shard() {
     gradient_ = at::zeros({layout_.chunk}, master_.options());
   }
   return gradient_;
+}
+
+void FlatParameter::free_gradient() {
+  set_has_gradient(false);
+  if (local_parameters_.empty()) gradient_ = at::Tensor();
 }
 
 bool FlatParameter::has_gradient() {

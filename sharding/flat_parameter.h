@@ -20,6 +20,7 @@ struct OriginalParameter {
   at::Tensor tensor;
   std::string name;                  // First name in module order.
   std::vector<std::string> aliases;  // Further names of a tied parameter.
+  size_t position = 0;               // In module order.
 };
 
 // The parameters of one unit that share storage dtype, compute dtype and
@@ -53,6 +54,9 @@ class FlatParameter final : public StorageOwner {
   // whoever uses one gets an error. Call before the model goes away; the owner
   // and its storages would keep each other alive.
   void detach();
+  // Ends it too, but gives the parameters memory of their own in the storage
+  // dtype, with the values of `full`, [padded], and returns them.
+  std::vector<OriginalParameter> restore(const at::Tensor& full);
 
   // Makes `sink`'s inputs, from `first_input` on, the gradient edges of the
   // parameters. Call once, for trainable flat parameters.
@@ -105,6 +109,8 @@ class FlatParameter final : public StorageOwner {
   // The gradient shard; allocated on first use. Defined values only if
   // has_gradient().
   const at::Tensor& gradient_shard();
+  // Forgets the gradient and gives its memory back, unless a user has it.
+  void free_gradient();
   // A torch::optim optimizer's zero_grad() resets the gradients of the local
   // parameters it was given: of all, then there is none; of some, then those
   // become zero in the shard.

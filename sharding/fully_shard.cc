@@ -12,6 +12,7 @@
 #include "c10/core/InferenceMode.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
+#include "fullshard/sharding/gather_shards.h"
 #include "fullshard/sharding/gradient_norm.h"
 #include "fullshard/sharding/sharded_state.h"
 #include "fullshard/sharding/split_into_units.h"
@@ -100,6 +101,10 @@ const MixedPrecision& ShardedModule::mixed_precision() const {
 // --- gradients
 
 double ShardedModule::clip_grad_norm(double max_norm, double p) {
+  TORCH_CHECK(
+      !state_->steps_in_backward(),
+      "clip_grad_norm: the optimizer steps in backward, so there is no "
+      "gradient left to clip; see ShardedOptimizer::set_step_in_backward");
   at::NoGradGuard no_grad;
   const bool is_max = std::isinf(p);
   double local = 0;
@@ -158,6 +163,23 @@ ShardedModule::NoSync::~NoSync() {
   state_->set_requires_gradient_sync(before_);
 }
 
+// --- uneven inputs
+
+ShardedModule::Join::Join(std::shared_ptr<internal::ShardedState> state)
+    : state_(std::move(state)) {
+  state_->set_joining(true);
+}
+
+ShardedModule::Join::~Join() { state_->set_joining(false); }
+
+void ShardedModule::Join::finish(const std::function<void()>& step) {
+  bool reduced = false;
+  while (state_->shadow_step(&reduced)) {
+    if (reduced) step();
+  }
+  state_->set_joining(false);
+}
+
 // --- parameters
 
 std::vector<LocalParameter> ShardedModule::named_local_parameters() const {
@@ -188,6 +210,16 @@ std::vector<at::Tensor> ShardedModule::parameters() const {
   return shards;
 }
 
+absl::Status ShardedModule::set_trainable(
+    const std::function<bool(const std::string& name)>& which, bool value) {
+  try {
+    return state_->set_trainable(which, value);
+  } catch (const c10::Error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("set_trainable: ", error.what_without_backtrace()));
+  }
+}
+
 // --- state
 
 std::vector<std::string> ShardedModule::state_dict_names() const {
@@ -209,8 +241,8 @@ absl::Status ShardedModule::full_state_dict(
   try {
     for (const auto& unit : state_->units()) {
       for (const auto& flat : unit->flats) {
-        const at::Tensor full = internal::gather_full(
-            *flat, flat->master_shard(), *state_->shard_group(), unit->name);
+        const at::Tensor full = internal::gather_shards(
+            *flat, flat->master_shard(), *state_->shard_group(), "all_gather");
         for (size_t i = 0; i < flat->parameters().size(); ++i) {
           const at::Tensor view = flat->view_of(full, i);
           send(flat->parameters()[i].name, view);

@@ -103,12 +103,52 @@ class ShardedModule {
   // For all but the last micro-batch under hybrid sharding.
   void set_requires_all_reduce(bool value);
 
+  // --- uneven inputs
+  // While alive, ranks may run out of batches at different times. A rank that
+  // has none left calls finish(), which takes part in the others' steps, with
+  // gradients of zero, until all have; so all ranks must call it. After each of
+  // those steps that ends with gradients it calls `step`, which must do what
+  // the training loop does after backward (clip, optimizer, zero_grad,
+  // schedule). Gradients are divided by all ranks as before. Each forward
+  // starts with one small all-reduce, and has one backward.
+  //
+  // Example:
+  //   auto join = sharded.join();
+  //   for (auto& batch : batches) { loss(batch).backward(); step(); }
+  //   join.finish(step);
+  class Join {
+   public:
+    explicit Join(std::shared_ptr<internal::ShardedState> state);
+    ~Join();
+    Join(const Join&) = delete;
+    Join& operator=(const Join&) = delete;
+
+    // Collective. Errors: c10::Error on a rank that has run fewer than two
+    // steps, unless gathers do not communicate (fp32 on one host).
+    void finish(const std::function<void()>& step);
+
+   private:
+    std::shared_ptr<internal::ShardedState> state_;
+  };
+  Join join() const { return Join(state_); }
+
   // --- parameters
   // This rank's elements of the trainable parameters, in module order; for any
   // optimizer of torch::optim. The same tensors at every call.
   std::vector<LocalParameter> named_local_parameters() const;
   // The flat master shards of the trainable parameters.
   std::vector<at::Tensor> parameters() const;
+
+  // Makes the parameters for which `which` holds trainable, or freezes them.
+  // Values do not change, nor the optimizer's state of other parameters; one
+  // that is frozen loses its own. Local parameters of the units concerned are
+  // to be asked for again.
+  //
+  // Collective. Call between steps.
+  // Errors: kInvalidArgument for a parameter that is not floating,
+  // kFailedPrecondition naming a unit that has a gradient.
+  absl::Status set_trainable(
+      const std::function<bool(const std::string& name)>& which, bool value);
 
   // --- unsharding by hand
   // A gather that was started. The first use of the unit waits for it too.

@@ -15,13 +15,12 @@ namespace fullshard::internal {
 GradientReducer::GradientReducer(
     Transport& transport, int num_shards,
     c10::intrusive_ptr<c10d::Backend> replicate_group,
-    at::ScalarType reduce_dtype, const ShardOptions& options)
+    const ShardOptions& options)
     : transport_(transport),
       scale_(1.0 / options.gradient_divide_factor.value_or(
                        num_shards *
                        (replicate_group ? replicate_group->getSize() : 1))),
       replicate_group_(std::move(replicate_group)),
-      reduce_dtype_(reduce_dtype),
       options_(options) {}
 
 bool GradientReducer::has_replicas() const {
@@ -40,7 +39,7 @@ void GradientReducer::reduce(Unit& unit,
   pending.own.resize(unit.flats.size());
   const bool kept_some = unit.unreduced_gradients.defined();
   if (kept_some) {
-    const int64_t num_bytes = unit.reduce_bytes(reduce_dtype_);
+    const int64_t num_bytes = unit.reduce_bytes();
     const at::Tensor kept = std::exchange(unit.unreduced_gradients, {});
     at::from_blob(buffer, {num_bytes},
                   at::TensorOptions(kept.device()).dtype(at::kByte))
@@ -64,7 +63,7 @@ void GradientReducer::keep(Unit& unit,
   const bool first = !unit.unreduced_gradients.defined();
   if (first) {
     unit.unreduced_gradients = at::empty(
-        {unit.reduce_bytes(reduce_dtype_)},
+        {unit.reduce_bytes()},
         at::TensorOptions(unit.flats[0]->placement().device).dtype(at::kByte));
   }
   write(unit, gradients,
@@ -82,12 +81,12 @@ void GradientReducer::write(
     const FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
     const size_t num_inputs = flat.parameters().size();
-    char* at = buffer + unit.reduce_offset(i, reduce_dtype_);
+    char* at = buffer + unit.reduce_offset(i);
     if (gradients.empty()) {
       const std::vector<at::Tensor> none(num_inputs);
-      flat.write_gradients(none.data(), at, reduce_dtype_, accumulate);
+      flat.write_gradients(none.data(), at, unit.reduce_dtype, accumulate);
     } else {
-      flat.write_gradients(&gradients[input], at, reduce_dtype_, accumulate,
+      flat.write_gradients(&gradients[input], at, unit.reduce_dtype, accumulate,
                            own != nullptr ? &(*own)[i] : nullptr);
     }
     input += num_inputs;
@@ -129,6 +128,11 @@ void GradientReducer::finish_oldest() {
   for (const Transport::Reduced& out : outputs) {
     unit.flats[out.flat]->set_has_gradient(true);
   }
+  note_reduced(unit);
+}
+
+void GradientReducer::note_reduced(Unit& unit) const {
+  if (on_reduced_ && all_reduce_) on_reduced_(unit);
 }
 
 void GradientReducer::finish_with_replicas(Pending& pending) {
@@ -139,12 +143,12 @@ void GradientReducer::finish_with_replicas(Pending& pending) {
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     const FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
-    sums.push_back(
-        {i,
-         at::empty(
-             {flat.layout().chunk},
-             at::TensorOptions(flat.placement().device).dtype(reduce_dtype_)),
-         /*scale=*/1, /*accumulate=*/false, std::move(pending.own[i])});
+    sums.push_back({i,
+                    at::empty({flat.layout().chunk},
+                              at::TensorOptions(flat.placement().device)
+                                  .dtype(unit.reduce_dtype)),
+                    /*scale=*/1, /*accumulate=*/false,
+                    std::move(pending.own[i])});
   }
   // A replica that did not use the unit still takes part, with zeros.
   if (!transport_.finish_reduce(unit, sums)) {
@@ -153,6 +157,7 @@ void GradientReducer::finish_with_replicas(Pending& pending) {
   for (const Transport::Reduced& sum : sums) {
     add_to_gradient(unit, sum.flat, sum.shard);
   }
+  note_reduced(unit);
 }
 
 void GradientReducer::add_to_gradient(Unit& unit, size_t index,
@@ -196,15 +201,16 @@ void GradientReducer::reduce_by_hook(Unit& unit,
     const FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
     const auto options =
-        at::TensorOptions(flat.placement().device).dtype(reduce_dtype_);
-    at::Tensor full = at::from_blob(static_cast<char*>(all.data_ptr()) +
-                                        unit.reduce_offset(i, reduce_dtype_),
-                                    {flat.layout().padded()}, options);
+        at::TensorOptions(flat.placement().device).dtype(unit.reduce_dtype);
+    at::Tensor full = at::from_blob(
+        static_cast<char*>(all.data_ptr()) + unit.reduce_offset(i),
+        {flat.layout().padded()}, options);
     at::Tensor shard = at::zeros({flat.layout().chunk}, options);
     CollectiveScope scope("reduce hook", &unit.name, 0);
     options_.reduce_hook(unit.name, full, shard);
     add_to_gradient(unit, i, std::move(shard));
   }
+  note_reduced(unit);
 }
 
 }  // namespace fullshard::internal

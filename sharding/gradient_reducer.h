@@ -2,6 +2,8 @@
 #define FULLSHARD_SHARDING_GRADIENT_REDUCER_H_
 
 #include <deque>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -22,7 +24,7 @@ class GradientReducer {
   // `replicate_group` may be null: one replica.
   GradientReducer(Transport& transport, int num_shards,
                   c10::intrusive_ptr<c10d::Backend> replicate_group,
-                  at::ScalarType reduce_dtype, const ShardOptions& options);
+                  const ShardOptions& options);
 
   // Starts the reduction of `gradients`, one per input of the unit's sink, some
   // undefined. Empty: this rank used none of the unit's parameters.
@@ -39,6 +41,11 @@ class GradientReducer {
   // Off: gradient shards are kept back, summed, until a reduction with it on
   // sends them through the all-reduce over the replicas.
   void set_all_reduce(bool value) { all_reduce_ = value; }
+
+  // Calls `on_reduced` whenever the gradient shards of a unit are complete.
+  void set_on_reduced(std::function<void(Unit& unit)> on_reduced) {
+    on_reduced_ = std::move(on_reduced);
+  }
 
  private:
   struct Pending {
@@ -58,13 +65,14 @@ class GradientReducer {
              bool accumulate,
              std::vector<std::vector<FlatParameter::Piece>>* own) const;
   void finish_with_replicas(Pending& pending);
+  void note_reduced(Unit& unit) const;
 
   Transport& transport_;
   const double scale_;
   const c10::intrusive_ptr<c10d::Backend> replicate_group_;
-  const at::ScalarType reduce_dtype_;
   const ShardOptions options_;
   bool all_reduce_ = true;
+  std::function<void(Unit& unit)> on_reduced_;
   std::deque<Pending> pending_;  // Oldest first.
 };
 

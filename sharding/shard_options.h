@@ -27,11 +27,24 @@ enum class ShardingStrategy {
   kNoShard,
 };
 
+// What a unit may have of its own. Given as the rest of ShardOptions says.
+struct UnitOptions {
+  // As in MixedPrecision.
+  std::optional<at::ScalarType> param_dtype;
+  std::optional<at::ScalarType> reduce_dtype;
+  // Gather again for backward; see ShardingStrategy.
+  bool reshard_after_forward = true;
+};
+
 struct ShardOptions {
   ShardingStrategy strategy = ShardingStrategy::kFullShard;
   MixedPrecision mixed_precision;
   // Modules that become units. Default: the whole model is one.
   WrapPolicy wrap_policy;
+  // Changes the options of single units. `name` is UnitInfo::name.
+  std::function<void(const std::string& name, const torch::nn::Module& module,
+                     UnitOptions& options)>
+      unit_options;
   // Give every rank the parameters and buffers of rank 0 before sharding. Off:
   // the ranks must have initialised them alike.
   bool sync_module_states = false;

@@ -56,30 +56,16 @@ bool uses_shared_memory(const ProcessGroups::Group& group) {
 
 }  // namespace
 
-at::ScalarType resolve_reduce_dtype(
-    const MixedPrecision& policy,
-    const std::vector<std::unique_ptr<Unit>>& units) {
-  if (policy.reduce_dtype.has_value()) return *policy.reduce_dtype;
-  if (policy.param_dtype.has_value()) return *policy.param_dtype;
-  std::optional<at::ScalarType> common;
-  for (const auto& unit : units) {
-    for (const auto& flat : unit->flats) {
-      if (!flat->placement().trainable) continue;
-      const at::ScalarType dtype = flat->storage_dtype();
-      if (dtype == at::kDouble) return at::kDouble;
-      if (common.has_value() && *common != dtype) common = at::kFloat;
-      if (!common.has_value()) common = dtype;
-    }
-  }
-  return common.value_or(at::kFloat);
-}
-
 std::shared_ptr<ShardedState> ShardedState::create(
     ProcessGroups groups, const ShardOptions& options,
     std::vector<std::unique_ptr<Unit>> units, std::vector<at::Tensor> ignored) {
   std::shared_ptr<ShardedState> state(new ShardedState(
       std::move(groups), options, std::move(units), std::move(ignored)));
-  state->attach_sinks();
+  for (const auto& unit : state->units_) {
+    unit->model = state.get();
+    state->attach_sinks(*unit);
+  }
+  state->start_reduce_order_anew();
   state->observing_ = observe_backward(state.get());
   return state;
 }
@@ -90,8 +76,7 @@ ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
     : groups_(std::move(groups)),
       options_(options),
       units_(std::move(units)),
-      ignored_(std::move(ignored)),
-      reduce_dtype_(resolve_reduce_dtype(options.mixed_precision, units_)) {
+      ignored_(std::move(ignored)) {
   if (options_.strategy == ShardingStrategy::kNoShard) {
     shard_group_ = c10::make_intrusive<SingleBackend>();
     replicate_group_ = groups_.world();
@@ -99,32 +84,40 @@ ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
     shard_group_ = groups_.shard_group();
     replicate_group_ = groups_.replicate_group();
   }
-  transport_ =
-      uses_shared_memory(shard_group_)
-          ? make_shared_memory_transport(*ProcessGroups::shm(shard_group_),
-                                         units_, reduce_dtype_)
-          : make_collective_transport(groups_, shard_group_, units_,
-                                      reduce_dtype_);
-  reducer_ = std::make_unique<GradientReducer>(
-      *transport_, shard_group_->getSize(), replicate_group_, reduce_dtype_,
-      options_);
+  make_transport();
 }
 
-void ShardedState::attach_sinks() {
-  for (const auto& unit : units_) {
-    unit->model = this;
-    uint32_t num_inputs = 0;
-    for (const auto& flat : unit->flats) {
-      flat->unit = unit.get();
-      flat->on_touch = [this, u = unit.get()] { touch({u}); };
-      if (!flat->placement().trainable) continue;
-      if (!unit->sink) {
-        unit->sink = std::make_shared<Sink>(weak_from_this(), unit.get());
-      }
-      flat->attach_sink(unit->sink, num_inputs);
-      num_inputs += static_cast<uint32_t>(flat->parameters().size());
+void ShardedState::make_transport() {
+  reducer_.reset();
+  transport_.reset();
+  transport_ = uses_shared_memory(shard_group_)
+                   ? make_shared_memory_transport(
+                         *ProcessGroups::shm(shard_group_), units_)
+                   : make_collective_transport(groups_, shard_group_, units_);
+  reducer_ = std::make_unique<GradientReducer>(
+      *transport_, shard_group_->getSize(), replicate_group_, options_);
+  reducer_->set_all_reduce(all_reduce_);
+  reducer_->set_on_reduced(on_reduced_);
+}
+
+void ShardedState::attach_sinks(Unit& unit) {
+  uint32_t num_inputs = 0;
+  for (const auto& flat : unit.flats) {
+    flat->unit = &unit;
+    flat->on_touch = [this, u = &unit] { touch({u}); };
+    if (!flat->placement().trainable) continue;
+    if (!unit.sink) {
+      unit.sink = std::make_shared<Sink>(weak_from_this(), &unit);
     }
+    flat->attach_sink(unit.sink, num_inputs);
+    num_inputs += static_cast<uint32_t>(flat->parameters().size());
   }
+}
+
+void ShardedState::start_reduce_order_anew() {
+  reduce_order_.clear();
+  reached_order_.clear();
+  reduce_order_adopted_ = false;
   for (size_t i = units_.size(); i-- > 0;) {
     if (units_[i]->trainable()) reduce_order_.push_back(units_[i]->index);
   }
@@ -221,6 +214,7 @@ void ShardedState::start_gather(Unit& unit) {
   if (prefetcher_.phase() == Prefetcher::kBackward || in_training_forward_ ||
       at::GradMode::is_enabled()) {
     prefetcher_.record(unit.index);
+    issued_.push_back({unit.index, /*reduces=*/false});
   }
   note_misuse(unit);
   unit.gathered_generation = unit.generation();
@@ -306,6 +300,7 @@ void ShardedState::throw_misuse() {
 
 void ShardedState::begin_forward() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (joining_ && !shadowing_ && at::GradMode::is_enabled()) announce(true);
   if (std::exchange(forward_failed_, false)) {
     reshard_all();
     prefetcher_.restart_recording();
@@ -456,10 +451,15 @@ void ShardedState::after_backward(bool ok) {
   if (!ok) {
     prefetcher_.restart_recording();
     reached_order_.clear();
-  } else if (sink_ran_ && !prefetcher_.recorded() &&
+  } else if (sink_ran_ && !shadowing_ && !prefetcher_.recorded() &&
              prefetcher_.finish_recording()) {
     compare_order_across_ranks();
   }
+  if (ok && gradient_sync_ && issued_in_steady_state_ && !shadowing_) {
+    steady_order_ = issued_;
+  }
+  issued_.clear();
+  issued_in_steady_state_ = prefetcher_.recorded();
   sink_ran_ = touched_ = false;
   if (ok) {
     throw_misuse();
@@ -468,10 +468,16 @@ void ShardedState::after_backward(bool ok) {
   }
 }
 
+void ShardedState::reduce(Unit& unit,
+                          const std::vector<at::Tensor>& gradients) {
+  issued_.push_back({unit.index, /*reduces=*/true});
+  reducer_->reduce(unit, gradients);
+}
+
 void ShardedState::reduce_in_order(Unit& unit,
                                    const std::vector<at::Tensor>& gradients) {
   if (groups_.world_size() == 1) {  // Nobody waits.
-    reducer_->reduce(unit, gradients);
+    reduce(unit, gradients);
     return;
   }
   if (!reduce_order_adopted_) reached_order_.push_back(unit.index);
@@ -487,12 +493,12 @@ void ShardedState::reduce_in_order(Unit& unit,
     return;
   }
   ++reduce_cursor_;
-  reducer_->reduce(unit, gradients);
+  reduce(unit, gradients);
   while (next() != nullptr && next()->came_early) {
     Unit& early = *next();
     early.came_early = false;
     ++reduce_cursor_;
-    reducer_->reduce(early, {});
+    reduce(early, {});
   }
 }
 
@@ -518,14 +524,14 @@ void ShardedState::reduce_rest() {
   if (groups_.world_size() == 1) {
     // Gradients kept under no_sync are due.
     for (const auto& unit : units_) {
-      if (unit->unreduced_gradients.defined()) reducer_->reduce(*unit, {});
+      if (unit->unreduced_gradients.defined()) reduce(*unit, {});
     }
     return;
   }
   for (int index : reduce_order_) {
     Unit& unit = *units_[static_cast<size_t>(index)];
     unit.came_early = false;
-    if (!unit.reduced_this_backward) reducer_->reduce(unit, {});
+    if (!unit.reduced_this_backward) reduce(unit, {});
   }
   reducer_->flush();
   if (!reduce_order_adopted_) adopt_reduce_order();

@@ -1,16 +1,20 @@
 #ifndef FULLSHARD_SHARDING_SHARDED_STATE_H_
 #define FULLSHARD_SHARDING_SHARDED_STATE_H_
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
 #include "c10/util/ArrayRef.h"
 #include "fullshard/core/process_groups.h"
 #include "fullshard/core/saved_tensor_hooks.h"
 #include "fullshard/sharding/gradient_reducer.h"
+#include "fullshard/sharding/layout_observer.h"
 #include "fullshard/sharding/prefetcher.h"
 #include "fullshard/sharding/shard_options.h"
 #include "fullshard/sharding/transport.h"
@@ -53,12 +57,24 @@ class ShardedState final : public BackwardObserver,
     reshard_after_backward_ = value;
   }
   // Forgets the recorded order of gathers. Collective.
-  void record_order_anew() { prefetcher_ = Prefetcher(); }
+  void record_order_anew() {
+    prefetcher_ = Prefetcher();
+    steady_order_.clear();
+    issued_in_steady_state_ = false;
+  }
   // Whenever `unit` is gathered in `phase`, starts the gathers of `next` too.
   void set_prefetch(Unit& unit, Prefetcher::Phase phase,
                     std::vector<Unit*> next) {
     unit.prefetch[phase] = std::move(next);
   }
+  // Makes these parameters trainable, or freezes them, and lays out anew the
+  // units that they belong to. Collective.
+  // Errors: kInvalidArgument or kFailedPrecondition naming the parameter or the
+  // unit; then nothing has changed.
+  absl::Status set_trainable(
+      const std::function<bool(const std::string& name)>& which, bool value);
+  void add_observer(LayoutObserver* observer);
+  void remove_observer(LayoutObserver* observer);
   // Call before writing to master shards. Returns when no rank reads them any
   // more. Collective.
   void begin_update();
@@ -71,11 +87,27 @@ class ShardedState final : public BackwardObserver,
   // come from the peer that failed.
   void forward_failed() noexcept;
 
+  // [Note: Uneven inputs]
+  // While joining, a rank that opens a forward with gradients first tells the
+  // others that it is at work, and how it will reduce; a rank that has run out
+  // of batches learns by that whether to do one more step beside them. In such
+  // a step it issues the collectives of its own last one, with gradients of
+  // zero: c10d backends match them by their order.
+  void set_joining(bool value) { joining_ = value; }
+  // Returns false, on every rank, once none is at work any more. Else takes
+  // part in one forward and backward; `reduced` tells if that gave gradients.
+  // Collective. Errors: c10::Error where gathers communicate and this rank has
+  // run fewer than two steps, so that it does not know their order.
+  bool shadow_step(bool* reduced);
+
   // --- gradients
   void on_gradients(Unit& unit, std::vector<at::Tensor>&& gradients);
   void set_requires_gradient_sync(bool value) { gradient_sync_ = value; }
   bool requires_gradient_sync() const { return gradient_sync_; }
-  void set_requires_all_reduce(bool value) { reducer_->set_all_reduce(value); }
+  void set_requires_all_reduce(bool value) {
+    all_reduce_ = value;
+    reducer_->set_all_reduce(value);
+  }
   const std::vector<at::Tensor>& ignored_parameters() const { return ignored_; }
   void zero_grad();
   // [Note: Clipping folded into the optimizer]
@@ -84,6 +116,16 @@ class ShardedState final : public BackwardObserver,
   double pending_gradient_scale = 1;
   bool optimizer_applies_scale = false;
   void apply_pending_scale();
+  // [Note: Optimizer in backward]
+  // When a unit's reduction has ended, every rank's backward is past its last
+  // use of the unit's values: autograd calls a sink after all operators that
+  // use its parameters. So its shards may be written then, also where they are
+  // the pages that other ranks read. Null: the optimizer steps after backward.
+  void set_on_reduced(std::function<void(Unit& unit)> on_reduced) {
+    on_reduced_ = std::move(on_reduced);
+    reducer_->set_on_reduced(on_reduced_);
+  }
+  bool steps_in_backward() const { return on_reduced_ != nullptr; }
 
   // --- BackwardObserver
   void before_backward(const std::vector<torch::autograd::Edge>& outputs,
@@ -103,7 +145,13 @@ class ShardedState final : public BackwardObserver,
   ShardedState(ProcessGroups groups, const ShardOptions& options,
                std::vector<std::unique_ptr<Unit>> units,
                std::vector<at::Tensor> ignored);
-  void attach_sinks();
+  struct Work {
+    bool any_at_work = false, gradient_sync = false, all_reduce = false;
+  };
+  Work announce(bool at_work);
+  void attach_sinks(Unit& unit);
+  void make_transport();
+  void start_reduce_order_anew();
   void start_gather(Unit& unit);
   void finish_gather(Unit& unit);
   void reshard_others(c10::ArrayRef<Unit*> set);
@@ -116,6 +164,7 @@ class ShardedState final : public BackwardObserver,
   // whose path skips a unit takes part in its gather and lets it go.
   void take_part_in(const std::vector<int>& skipped, c10::ArrayRef<Unit*> set);
   void take_part_in_rest();
+  void reduce(Unit& unit, const std::vector<at::Tensor>& gradients);
   void reduce_in_order(Unit& unit, const std::vector<at::Tensor>& gradients);
   void reduce_rest();
   void prefetch_next(c10::ArrayRef<Unit*> set);
@@ -134,7 +183,6 @@ class ShardedState final : public BackwardObserver,
   c10::intrusive_ptr<c10d::Backend> replicate_group_;
   std::vector<std::unique_ptr<Unit>> units_;
   const std::vector<at::Tensor> ignored_;
-  at::ScalarType reduce_dtype_;
 
   std::recursive_mutex mutex_;
   std::unique_ptr<Transport> transport_;
@@ -148,6 +196,17 @@ class ShardedState final : public BackwardObserver,
   std::vector<Unit*> present_;  // Units that are not kSharded.
   Unit* last_touched_ = nullptr;
   bool gradient_sync_ = true;
+  bool all_reduce_ = true;
+  bool joining_ = false;
+  bool shadowing_ = false;
+  struct Issued {
+    int unit = 0;
+    bool reduces = false;  // Else gathers.
+  };
+  std::vector<Issued> issued_;        // Since the last backward.
+  std::vector<Issued> steady_order_;  // Of the last whole step; may be empty.
+  bool issued_in_steady_state_ = false;
+  std::function<void(Unit& unit)> on_reduced_;
   bool reshard_after_backward_ = true;
   // A forward scope was opened with gradients on; parts of it, as a frozen
   // tower, may run without.
@@ -158,12 +217,8 @@ class ShardedState final : public BackwardObserver,
   bool touched_ = false;
   std::string misuse_;  // First one seen, until it is thrown.
   std::shared_ptr<void> observing_;
+  std::vector<LayoutObserver*> observers_;
 };
-
-// Returns the dtype in which gradients are reduced.
-at::ScalarType resolve_reduce_dtype(
-    const MixedPrecision& policy,
-    const std::vector<std::unique_ptr<Unit>>& units);
 
 }  // namespace fullshard::internal
 

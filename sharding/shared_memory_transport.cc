@@ -44,16 +44,15 @@ constexpr uint32_t kUsed = 1u << 31;
 class SharedMemoryTransport final : public Transport {
  public:
   SharedMemoryTransport(ShmBackend& group,
-                        const std::vector<std::unique_ptr<Unit>>& units,
-                        at::ScalarType reduce_dtype)
-      : group_(group), reduce_dtype_(reduce_dtype), masters_(group, units) {
+                        const std::vector<std::unique_ptr<Unit>>& units)
+      : group_(group), masters_(group, units) {
     int64_t reduce_bytes = 0;
     int num_rotating = 0;
     std::vector<int64_t> bytes;
     std::vector<int> rotating;  // Slots that took turns so far.
     for (const auto& unit : units) {
       unit_names_.push_back(unit->name);
-      reduce_bytes = std::max(reduce_bytes, unit->reduce_bytes(reduce_dtype));
+      reduce_bytes = std::max(reduce_bytes, unit->reduce_bytes());
       if (masters_.memory(*unit) != nullptr) {
         home_.push_back(-1);
         continue;
@@ -126,6 +125,9 @@ class SharedMemoryTransport final : public Transport {
     unit.slot = Unit::Slot();
   }
 
+  bool shares_masters(const Unit& unit) const override {
+    return masters_.memory(unit) != nullptr;
+  }
   bool reading() const override { return masters_.reading(); }
   void enter_reads() override { masters_.enter(); }
   void leave_reads(const char* what) override { masters_.leave(what); }
@@ -195,32 +197,30 @@ class SharedMemoryTransport final : public Transport {
     const auto own_rank = static_cast<size_t>(group_.getRank());
     for (const Reduced& out : outputs) {
       const ShardLayout& layout = unit.flats[out.flat]->layout();
-      const int64_t offset = unit.reduce_offset(out.flat, reduce_dtype_) +
-                             layout.chunk * group_.getRank() * element_size();
+      const auto element_size =
+          static_cast<int64_t>(c10::elementSize(unit.reduce_dtype));
+      const int64_t offset = unit.reduce_offset(out.flat) +
+                             layout.chunk * group_.getRank() * element_size;
       sources_.clear();
       for (const at::Tensor& memory : buffer.memory) {
         sources_.push_back(static_cast<const char*>(memory.const_data_ptr()) +
                            offset);
       }
       if (out.own.empty()) {
-        sum_into(out, 0, layout.chunk);
+        sum_into(out, unit.reduce_dtype, 0, layout.chunk);
         continue;
       }
       int64_t begin = 0;
       for (const FlatParameter::Piece& piece : out.own) {
         sources_[own_rank] = piece.data;
-        sum_into(out, begin, piece.numel);
+        sum_into(out, unit.reduce_dtype, begin, piece.numel);
         begin += piece.numel;
         for (const void*& source : sources_) {
           source =
-              static_cast<const char*>(source) + piece.numel * element_size();
+              static_cast<const char*>(source) + piece.numel * element_size;
         }
       }
     }
-  }
-
-  int64_t element_size() const {
-    return static_cast<int64_t>(c10::elementSize(reduce_dtype_));
   }
 
   void release_slot(int index) {
@@ -254,18 +254,19 @@ class SharedMemoryTransport final : public Transport {
   }
 
   // Sums elements [begin, begin + numel) of the shard, which sources_ point at.
-  void sum_into(const Reduced& out, int64_t begin, int64_t numel) {
+  void sum_into(const Reduced& out, at::ScalarType reduce_dtype, int64_t begin,
+                int64_t numel) {
     const at::ScalarType dtype = out.shard.scalar_type();
-    if (dtype == at::kFloat || dtype == reduce_dtype_) {
+    if (dtype == at::kFloat || dtype == reduce_dtype) {
       void* to = static_cast<char*>(out.shard.data_ptr()) +
                  begin * static_cast<int64_t>(c10::elementSize(dtype));
-      sum_slices(to, dtype, sources_, reduce_dtype_, numel,
+      sum_slices(to, dtype, sources_, reduce_dtype, numel,
                  static_cast<float>(out.scale), out.accumulate);
       return;
     }
     at::NoGradGuard no_grad;
     at::Tensor sum = at::empty({numel}, at::kFloat);
-    sum_slices(sum.data_ptr(), at::kFloat, sources_, reduce_dtype_, numel,
+    sum_slices(sum.data_ptr(), at::kFloat, sources_, reduce_dtype, numel,
                static_cast<float>(out.scale), /*accumulate=*/false);
     at::Tensor part = out.shard.narrow(0, begin, numel);
     if (out.accumulate) {
@@ -288,7 +289,6 @@ class SharedMemoryTransport final : public Transport {
   }
 
   ShmBackend& group_;
-  const at::ScalarType reduce_dtype_;
   std::vector<std::string> unit_names_;
   SharedMasters masters_;
   std::vector<int> home_;  // By unit index; -1 if its masters are shared.
@@ -308,10 +308,8 @@ class SharedMemoryTransport final : public Transport {
 }  // namespace
 
 std::unique_ptr<Transport> make_shared_memory_transport(
-    ShmBackend& shard_group, const std::vector<std::unique_ptr<Unit>>& units,
-    at::ScalarType reduce_dtype) {
-  return std::make_unique<SharedMemoryTransport>(shard_group, units,
-                                                 reduce_dtype);
+    ShmBackend& shard_group, const std::vector<std::unique_ptr<Unit>>& units) {
+  return std::make_unique<SharedMemoryTransport>(shard_group, units);
 }
 
 }  // namespace fullshard::internal

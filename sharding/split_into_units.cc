@@ -1,7 +1,7 @@
 #include "fullshard/sharding/split_into_units.h"
 
 #include <algorithm>
-#include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -14,6 +14,9 @@
 #include "fullshard/core/logging.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/storage_owner.h"
+#include "fullshard/sharding/group_parameters.h"
+#include "torch/nn/modules/container/moduledict.h"
+#include "torch/nn/modules/container/modulelist.h"
 
 namespace fullshard::internal {
 namespace {
@@ -41,11 +44,31 @@ class Splitter {
   Splitter(const ProcessGroups& groups, const ShardOptions& options)
       : groups_(groups), options_(options) {}
 
+  // Finds the modules that the wrap policy takes by their size. Returns how
+  // many elements of `module` no unit below or at it has taken.
+  int64_t choose_by_size(torch::nn::Module& module, const std::string& path) {
+    int64_t numel = 0;
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      if (item.value().defined()) numel += item.value().numel();
+    }
+    for (const auto& child : module.named_children()) {
+      numel += choose_by_size(*child.value(), join_path(path, child.key()));
+    }
+    if (options_.wrap_policy.matches(path, module)) return 0;
+    const bool container =
+        dynamic_cast<torch::nn::ModuleListImpl*>(&module) != nullptr ||
+        dynamic_cast<torch::nn::ModuleDictImpl*>(&module) != nullptr;
+    if (container || numel < options_.wrap_policy.min_numel()) return numel;
+    large_.insert(&module);
+    return 0;
+  }
+
   void visit(torch::nn::Module& module, const std::string& path, Unit* unit) {
     types_.insert(type_name(typeid(module)));
     modules_.push_back({path, &module});
-    if (unit == nullptr || options_.wrap_policy.matches(path, module)) {
-      unit = add_unit(path, unit);
+    if (unit == nullptr || options_.wrap_policy.matches(path, module) ||
+        large_.count(&module) != 0) {
+      unit = add_unit(path, module, unit);
     }
     const bool full_precision =
         options_.mixed_precision.keep_full_precision &&
@@ -71,6 +94,7 @@ class Splitter {
     if (claims_.empty()) {
       return absl::InvalidArgumentError("the module has no parameters");
     }
+    FS_RETURN_IF_ERROR(check_unit_options());
     for (const auto& unit : units_) {
       FS_RETURN_IF_ERROR(shard_unit(*unit));
     }
@@ -78,6 +102,7 @@ class Splitter {
       FS_RETURN_IF_ERROR(materialize(module));  // Buffers, ignored parameters.
     }
     drop_empty_units();
+    choose_reduce_dtypes();
     return std::move(units_);
   }
 
@@ -86,17 +111,59 @@ class Splitter {
     std::string path;
     torch::nn::Module* module;
   };
-  using Key = std::tuple<bool, at::ScalarType, at::ScalarType>;
 
-  Unit* add_unit(const std::string& path, Unit* parent) {
+  Unit* add_unit(const std::string& path, const torch::nn::Module& module,
+                 Unit* parent) {
     auto unit = std::make_unique<Unit>();
     unit->name = path.empty() ? "root" : path;
     unit->parent = parent;
-    unit->reshard_after_forward =
+    UnitOptions& own = unit_options_[unit.get()];
+    own.param_dtype = options_.mixed_precision.param_dtype;
+    own.reduce_dtype = options_.mixed_precision.reduce_dtype;
+    own.reshard_after_forward =
         options_.strategy == ShardingStrategy::kFullShard ||
         options_.strategy == ShardingStrategy::kHybridShard;
+    if (options_.unit_options) {
+      options_.unit_options(unit->name, module, own);
+    }
+    unit->reshard_after_forward = own.reshard_after_forward;
     units_.push_back(std::move(unit));
     return units_.back().get();
+  }
+
+  absl::Status check_unit_options() const {
+    for (const auto& [unit, own] : unit_options_) {
+      MixedPrecision policy;
+      policy.param_dtype = own.param_dtype;
+      policy.reduce_dtype = own.reduce_dtype;
+      const absl::Status status = validate(policy);
+      if (status.ok()) continue;
+      return absl::Status(status.code(), absl::StrCat("unit '", unit->name,
+                                                      "': ", status.message()));
+    }
+    return absl::OkStatus();
+  }
+
+  // Without a reduce_dtype: param_dtype; without that too what all trainable
+  // parameters share, and float if they differ.
+  void choose_reduce_dtypes() {
+    std::optional<at::ScalarType> common;
+    for (const auto& unit : units_) {
+      for (const auto& flat : unit->flats) {
+        if (!flat->placement().trainable) continue;
+        const at::ScalarType dtype = flat->storage_dtype();
+        if (!common.has_value()) common = dtype;
+        if (*common == dtype || *common == at::kDouble) continue;
+        common = dtype == at::kDouble ? at::kDouble : at::kFloat;
+      }
+    }
+    for (const auto& unit : units_) {
+      const UnitOptions& own = unit_options_.at(unit.get());
+      unit->reduce_dtype = own.reduce_dtype.has_value() ? *own.reduce_dtype
+                           : own.param_dtype.has_value()
+                               ? *own.param_dtype
+                               : common.value_or(at::kFloat);
+    }
   }
 
   void claim(const at::Tensor& tensor, std::string name, Unit* unit,
@@ -104,8 +171,10 @@ class Splitter {
     const auto [found, inserted] =
         by_tensor_.emplace(tensor.unsafeGetTensorImpl(), claims_.size());
     if (inserted) {
-      claims_.push_back(
-          {{tensor, std::move(name), {}}, unit, full_precision, module});
+      claims_.push_back({{tensor, std::move(name), {}, claims_.size()},
+                         unit,
+                         full_precision,
+                         module});
       return;
     }
     Claim& first = claims_[found->second];
@@ -121,33 +190,24 @@ class Splitter {
   }
 
   absl::Status shard_unit(Unit& unit) {
-    std::map<Key, std::vector<OriginalParameter>> by_key;
-    std::vector<Key> order;  // First come, so that ranks agree.
+    std::vector<PlacedParameter> parameters;
     for (Claim& claim : claims_) {
       if (claim.unit != &unit) continue;
       FS_RETURN_IF_ERROR(materialize(modules_[claim.module]));
       FS_RETURN_IF_ERROR(prepare(claim.parameter));
-      const at::Tensor& p = claim.parameter.tensor;
-      const at::ScalarType dtype = p.scalar_type();
-      const Key key{
-          p.requires_grad(), dtype,
-          claim.full_precision
-              ? dtype
-              : compute_dtype(dtype, options_.mixed_precision.param_dtype)};
-      if (by_key.count(key) == 0) order.push_back(key);
-      by_key[key].push_back(std::move(claim.parameter));
+      const at::ScalarType dtype = claim.parameter.tensor.scalar_type();
+      parameters.push_back(
+          {std::move(claim.parameter),
+           claim.full_precision
+               ? dtype
+               : compute_dtype(dtype, unit_options_.at(&unit).param_dtype)});
     }
     const bool sharded = options_.strategy != ShardingStrategy::kNoShard;
-    for (const Key& key : order) {
-      FlatParameter::Placement placement;
-      placement.shard_rank = sharded ? groups_.shard_group()->getRank() : 0;
-      placement.num_shards = sharded ? groups_.shard_group()->getSize() : 1;
-      placement.device = groups_.device();
-      placement.trainable = std::get<0>(key);
-      placement.compute_dtype = std::get<2>(key);
-      unit.flats.push_back(
-          FlatParameter::create(unit.name, std::move(by_key[key]), placement));
-    }
+    FlatParameter::Placement placement;
+    placement.shard_rank = sharded ? groups_.shard_group()->getRank() : 0;
+    placement.num_shards = sharded ? groups_.shard_group()->getSize() : 1;
+    placement.device = groups_.device();
+    unit.flats = group_parameters(unit.name, std::move(parameters), placement);
     return absl::OkStatus();
   }
 
@@ -231,9 +291,11 @@ class Splitter {
   const ProcessGroups& groups_;
   const ShardOptions& options_;
   std::vector<std::unique_ptr<Unit>> units_;
+  std::unordered_map<const Unit*, UnitOptions> unit_options_;
   std::vector<OwningModule> modules_;
   std::vector<Claim> claims_;
   std::unordered_map<c10::TensorImpl*, size_t> by_tensor_;
+  std::set<torch::nn::Module*> large_;
   std::set<std::string> types_;
 };
 
@@ -243,6 +305,7 @@ absl::StatusOr<std::vector<std::unique_ptr<Unit>>> split_into_units(
     torch::nn::Module& root, const ProcessGroups& groups,
     const ShardOptions& options) {
   Splitter splitter(groups, options);
+  if (options.wrap_policy.min_numel() > 0) splitter.choose_by_size(root, "");
   splitter.visit(root, "", nullptr);
   return splitter.shard();
 }

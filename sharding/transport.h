@@ -32,6 +32,8 @@ class Transport {
   // This rank no longer reads the unit's memory.
   virtual void release(Unit& unit) = 0;
 
+  // Whether to gather the unit moves nothing.
+  virtual bool shares_masters(const Unit& /*unit*/) const { return false; }
   // Read phases; see [Note: Shared master shards]. Without shared masters
   // there are none.
   virtual bool reading() const { return false; }
@@ -67,14 +69,12 @@ class Transport {
 // Works over any c10d backend, with slots of this rank's own.
 std::unique_ptr<Transport> make_collective_transport(
     const ProcessGroups& groups, c10::intrusive_ptr<c10d::Backend> shard_group,
-    const std::vector<std::unique_ptr<Unit>>& units,
-    at::ScalarType reduce_dtype);
+    const std::vector<std::unique_ptr<Unit>>& units);
 
 // Works over pages that all ranks of the host map: a gather is "write your
 // slice, tell the others", and the unsharded unit exists once per host.
 std::unique_ptr<Transport> make_shared_memory_transport(
-    ShmBackend& shard_group, const std::vector<std::unique_ptr<Unit>>& units,
-    at::ScalarType reduce_dtype);
+    ShmBackend& shard_group, const std::vector<std::unique_ptr<Unit>>& units);
 
 }  // namespace fullshard::internal
 

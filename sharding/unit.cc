@@ -23,7 +23,7 @@ int64_t Unit::slot_offset(size_t flat) const {
 
 int64_t Unit::slot_bytes() const { return slot_offset(flats.size()); }
 
-int64_t Unit::reduce_offset(size_t flat, at::ScalarType reduce_dtype) const {
+int64_t Unit::reduce_offset(size_t flat) const {
   int64_t offset = 0;
   for (size_t i = 0; i < flat; ++i) {
     if (!flats[i]->placement().trainable) continue;
@@ -33,9 +33,7 @@ int64_t Unit::reduce_offset(size_t flat, at::ScalarType reduce_dtype) const {
   return offset;
 }
 
-int64_t Unit::reduce_bytes(at::ScalarType reduce_dtype) const {
-  return reduce_offset(flats.size(), reduce_dtype);
-}
+int64_t Unit::reduce_bytes() const { return reduce_offset(flats.size()); }
 
 void Unit::write_own_slices() const {
   for (size_t i = 0; i < flats.size(); ++i) {

@@ -27,6 +27,7 @@ class Unit {
   Unit* parent = nullptr;  // The enclosing unit.
   bool has_children = false;
   bool reshard_after_forward = true;
+  at::ScalarType reduce_dtype = at::kFloat;  // Of gradients, on their way.
 
   std::vector<c10::intrusive_ptr<FlatParameter>> flats;
   std::shared_ptr<torch::autograd::Node> sink;  // Null if all is frozen.
@@ -62,8 +63,8 @@ class Unit {
   int64_t slot_offset(size_t flat) const;
   int64_t slot_bytes() const;
   // The same for the reduce buffer, which holds the trainable ones.
-  int64_t reduce_offset(size_t flat, at::ScalarType reduce_dtype) const;
-  int64_t reduce_bytes(at::ScalarType reduce_dtype) const;
+  int64_t reduce_offset(size_t flat) const;
+  int64_t reduce_bytes() const;
 
   // Writes this rank's slices to slot.memory.
   void write_own_slices() const;

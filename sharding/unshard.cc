@@ -4,28 +4,16 @@
 
 #include <utility>
 
-#include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "fullshard/core/status.h"
-#include "fullshard/core/watchdog.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/sharding/gather_shards.h"
 
 namespace fullshard {
 namespace internal {
-
-at::Tensor gather_full(const FlatParameter& flat, const at::Tensor& shard,
-                       c10d::Backend& group, const std::string& unit) {
-  if (group.getSize() == 1) return shard;
-  at::Tensor full = at::empty({flat.layout().padded()}, shard.options());
-  at::Tensor full_bytes = full.view(at::kByte);
-  at::Tensor own_bytes = shard.view(at::kByte);
-  CollectiveScope scope("all_gather", &unit, 0);
-  group._allgather_base(full_bytes, own_bytes)->wait();
-  return full;
-}
 
 absl::StatusOr<std::vector<Unit*>> find_units(
     const ShardedState& state, const std::vector<std::string>& names) {
@@ -137,13 +125,13 @@ absl::Status ShardedModule::summon_full_params(
   };
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
-      const at::Tensor values =
-          internal::gather_full(*flat, flat->master_shard(), group, unit->name);
+      const at::Tensor values = internal::gather_shards(
+          *flat, flat->master_shard(), group, "all_gather");
       at::Tensor gradients;
       if (options.with_gradients && flat->placement().trainable &&
           flat->has_gradient()) {
-        gradients = internal::gather_full(*flat, flat->gradient_shard(), group,
-                                          unit->name);
+        gradients = internal::gather_shards(*flat, flat->gradient_shard(),
+                                            group, "all_gather of gradients");
       }
       if (!receives) continue;
       for (size_t i = 0; i < flat->parameters().size(); ++i) {

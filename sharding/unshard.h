@@ -4,17 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
-#include "fullshard/core/process_groups.h"
 #include "fullshard/sharding/sharded_state.h"
 
 namespace fullshard::internal {
-
-// Gathers `shard`, [chunk], of every rank: [padded]. `shard` itself if the
-// group has one rank. Collective.
-at::Tensor gather_full(const FlatParameter& flat, const at::Tensor& shard,
-                       c10d::Backend& group, const std::string& unit);
 
 // Returns the units of these names, or all.
 // Errors: kNotFound naming the first that there is not, and those there are.

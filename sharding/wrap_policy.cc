@@ -1,8 +1,11 @@
 #include "fullshard/sharding/wrap_policy.h"
 
+#include <algorithm>
 #include <typeinfo>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "c10/util/Type.h"
 
 namespace fullshard {
@@ -20,7 +23,7 @@ WrapPolicy module_if(WrapPolicy::Predicate predicate, std::string description) {
 WrapPolicy module_list(
     std::vector<std::shared_ptr<torch::nn::Module>> modules) {
   std::string description =
-      "list of " + std::to_string(modules.size()) + " modules";
+      absl::StrCat("list of ", modules.size(), " modules");
   return WrapPolicy(
       [modules = std::move(modules)](const std::string&,
                                      torch::nn::Module& module) {
@@ -32,21 +35,33 @@ WrapPolicy module_list(
       std::move(description));
 }
 
+WrapPolicy at_least_numel(int64_t min_numel) {
+  WrapPolicy policy;
+  policy.min_numel_ = std::max<int64_t>(1, min_numel);
+  policy.description_ = absl::StrCat("at least ", min_numel, " elements");
+  return policy;
+}
+
 WrapPolicy any_of(std::vector<WrapPolicy> policies) {
-  std::string description;
+  std::vector<std::string> descriptions;
+  int64_t min_numel = 0;
   for (const WrapPolicy& policy : policies) {
-    if (!description.empty()) description += ", ";
-    description += policy.description();
+    descriptions.push_back(policy.description_);
+    if (policy.min_numel_ == 0) continue;
+    min_numel = min_numel == 0 ? policy.min_numel_
+                               : std::min(min_numel, policy.min_numel_);
   }
-  return WrapPolicy(
+  WrapPolicy combined(
       [policies = std::move(policies)](const std::string& name,
                                        torch::nn::Module& module) {
-        for (const WrapPolicy& policy : policies) {
-          if (policy.matches(name, module)) return true;
-        }
-        return false;
+        return std::any_of(policies.begin(), policies.end(),
+                           [&](const WrapPolicy& policy) {
+                             return policy.matches(name, module);
+                           });
       },
-      "any of (" + description + ")");
+      absl::StrCat("any of (", absl::StrJoin(descriptions, ", "), ")"));
+  combined.min_numel_ = min_numel;
+  return combined;
 }
 
 }  // namespace fullshard

@@ -1,6 +1,7 @@
 #ifndef FULLSHARD_SHARDING_WRAP_POLICY_H_
 #define FULLSHARD_SHARDING_WRAP_POLICY_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -23,14 +24,20 @@ class WrapPolicy {
       : predicate_(std::move(predicate)),
         description_(std::move(description)) {}
 
-  bool empty() const { return !predicate_; }
+  bool empty() const { return !predicate_ && min_numel_ == 0; }
   bool matches(const std::string& name, torch::nn::Module& module) const {
     return predicate_ && predicate_(name, module);
   }
+  // 0: size does not matter.
+  int64_t min_numel() const { return min_numel_; }
   const std::string& description() const { return description_; }
 
  private:
+  friend WrapPolicy at_least_numel(int64_t min_numel);
+  friend WrapPolicy any_of(std::vector<WrapPolicy> policies);
+
   Predicate predicate_;
+  int64_t min_numel_ = 0;
   std::string description_;
 };
 
@@ -56,6 +63,11 @@ WrapPolicy module_if(WrapPolicy::Predicate predicate,
 
 // Matches exactly these modules.
 WrapPolicy module_list(std::vector<std::shared_ptr<torch::nn::Module>> modules);
+
+// Matches modules that hold at least `min_numel` parameter elements, not
+// counting those of units below them. Containers (ModuleList, ModuleDict) never
+// match: their children run one by one.
+WrapPolicy at_least_numel(int64_t min_numel);
 
 // Matches what any of `policies` matches.
 WrapPolicy any_of(std::vector<WrapPolicy> policies);
