@@ -431,10 +431,13 @@ absl::Status Strategy::load_checkpoint(const std::string& path) {
           absl::StrCat(file, ": unexpected key '", name, "'"));
     }
   }
+  LoadOptions options;
+  options.names = selected;
+  options.cast_dtypes = true;  // As Module.load_state_dict does.
   FS_RETURN_IF_ERROR(annotate(
       sharded_->load_full_state_dict(
           [&](const std::string& name) { return reader->tensor(name); },
-          selected),
+          options),
       file));
   if (groups_.rank() == 0) {
     log_info(

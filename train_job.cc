@@ -241,4 +241,29 @@ absl::Status run_train_job(const TrainConfig& config, const LaunchEnv& env) {
   }
 }
 
+absl::StatusOr<Plan> plan_train_job(const TrainConfig& config, int num_ranks,
+                                    int num_shards) {
+  LaunchEnv env;
+  env.world_size = env.local_world_size = num_ranks;
+  ProcessGroupsOptions options;
+  options.backend = "fake";
+  options.shard_group_size = num_shards;
+  StrategyConfig settings = config.strategy;
+  settings.per_device_batch_size = 1;  // Batches do not matter here.
+  settings.global_batch_size = num_ranks;
+  try {
+    FS_ASSIGN_OR_RETURN(const FashionCaptions data, load_fashion_captions());
+    FS_ASSIGN_OR_RETURN(ProcessGroups groups,
+                        init_process_groups(env, options));
+    auto model = make_model(config, data.training);
+    FS_RETURN_IF_ERROR(model->freeze_backbones(settings.stage));
+    Strategy strategy(model, std::move(groups), settings);
+    FS_RETURN_IF_ERROR(
+        strategy.run_setup(/*run_dir=*/"", data.training.num_examples()));
+    return strategy.sharded().plan();
+  } catch (const c10::Error& error) {
+    return absl::InternalError(error.what_without_backtrace());
+  }
+}
+
 }  // namespace fullshard

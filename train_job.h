@@ -2,7 +2,9 @@
 #define FULLSHARD_TRAIN_JOB_H_
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "fullshard/core/launch_env.h"
+#include "fullshard/sharding/plan.h"
 #include "fullshard/train_config.h"
 
 namespace fullshard {
@@ -13,6 +15,11 @@ namespace fullshard {
 //
 // Collective. Errors: one line for the user.
 absl::Status run_train_job(const TrainConfig& config, const LaunchEnv& env);
+
+// Returns what sharding the program's model costs over `num_ranks` ranks, of
+// which `num_shards` share a copy; there is only this process.
+absl::StatusOr<Plan> plan_train_job(const TrainConfig& config, int num_ranks,
+                                    int num_shards);
 
 }  // namespace fullshard
 

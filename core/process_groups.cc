@@ -1,5 +1,7 @@
 #include "fullshard/core/process_groups.h"
 
+#include <signal.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <exception>
@@ -141,6 +143,16 @@ absl::StatusOr<Store> open_store(const LaunchEnv& env,
       });
 }
 
+// Gloo writes to its sockets as to files: one whose peer has died would end
+// this process by a signal, without a word. Python ignores the signal too.
+void ignore_broken_pipes() {
+  struct sigaction current {};
+  if (sigaction(SIGPIPE, nullptr, &current) == 0 &&
+      current.sa_handler == SIG_DFL) {
+    signal(SIGPIPE, SIG_IGN);
+  }
+}
+
 // Makes the groups of one backend.
 class GroupFactory {
  public:
@@ -253,7 +265,7 @@ struct ProcessGroups::State {
   std::shared_ptr<Hosts> hosts;  // null if there is only one
   std::shared_ptr<std::atomic<bool>> failed =
       std::make_shared<std::atomic<bool>>(false);
-  Group world, shard_group, replicate_group;
+  Group world, shard_group, replicate_group, reshard_group;
 };
 
 // [Note: Leaving Gloo] A rank whose peer closes a connection in the middle of a
@@ -263,6 +275,7 @@ ProcessGroups::State::~State() {
   if (hosts) CollectiveScope::watch(nullptr);
   const bool failing = *failed || std::uncaught_exceptions() > 0;
   if (store && !failing) wait_for_all("finished", env.world_size);
+  reshard_group.reset();
   replicate_group.reset();
   shard_group.reset();
   world.reset();
@@ -308,11 +321,12 @@ ProcessGroups::ProcessGroups(std::shared_ptr<State> state)
 
 ProcessGroups::ProcessGroups(const LaunchEnv& env, const std::string& backend,
                              c10::Device device, Group world, Group shard_group,
-                             Group replicate_group)
+                             Group replicate_group, Group reshard_group)
     : state_(std::make_shared<State>(env, backend, device)) {
   state_->world = std::move(world);
   state_->shard_group = std::move(shard_group);
   state_->replicate_group = std::move(replicate_group);
+  state_->reshard_group = std::move(reshard_group);
 }
 
 int ProcessGroups::rank() const { return state_->env.rank; }
@@ -325,6 +339,9 @@ const Group& ProcessGroups::world() const { return state_->world; }
 const Group& ProcessGroups::shard_group() const { return state_->shard_group; }
 const Group& ProcessGroups::replicate_group() const {
   return state_->replicate_group;
+}
+const Group& ProcessGroups::reshard_group() const {
+  return state_->reshard_group;
 }
 
 ShmBackend* ProcessGroups::shm(const Group& group) {
@@ -342,6 +359,13 @@ absl::StatusOr<ProcessGroups> init_process_groups(
         absl::StrCat("shard_group_size: expected a divisor of the ", world,
                      " ranks of the world, got ", options.shard_group_size));
   }
+  const int reshard = options.reshard_group_size;
+  if (reshard != 0 &&
+      (reshard < 1 || reshard > shard || shard % reshard != 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("reshard_group_size: expected a divisor of the ", shard,
+                     " ranks of a shard group, got ", reshard));
+  }
   FS_ASSIGN_OR_RETURN(std::string backend,
                       choose_backend(options.backend, env));
   const c10::Device device = choose_device(backend, env);
@@ -349,6 +373,7 @@ absl::StatusOr<ProcessGroups> init_process_groups(
   const bool remote =
       backend == "gloo" || backend == "shm+gloo" || backend == "nccl";
   if (remote && world > 1) {
+    ignore_broken_pipes();
     FS_ASSIGN_OR_RETURN(state->store, open_store(env, options.timeout));
     if (!env.single_host()) {
       FS_ASSIGN_OR_RETURN(state->hosts, catching("store", [&] {
@@ -361,6 +386,13 @@ absl::StatusOr<ProcessGroups> init_process_groups(
                              state->store, state->hosts.get());
   FS_ASSIGN_OR_RETURN(state->world,
                       factory.make(strided("world", env.rank, 0, 1, world)));
+  if (reshard != 0 && reshard < shard) {
+    const int first = env.rank / reshard * reshard;
+    FS_ASSIGN_OR_RETURN(
+        state->reshard_group,
+        factory.make(strided(absl::StrCat("reshard", first / reshard), env.rank,
+                             first, 1, reshard)));
+  }
   if (shard == world) {
     state->shard_group = state->world;
     state->replicate_group = c10::make_intrusive<SingleBackend>();

@@ -34,6 +34,11 @@ struct ProcessGroupsOptions {
   // group, ranks with the same place in theirs a replicate group. 0: all ranks.
   // Must divide the world size.
   int shard_group_size = 0;
+
+  // Ranks of a shard group over which a unit stays split between forward and
+  // backward, see ShardOptions; consecutive. 0: no such groups. Must divide the
+  // size of the shard group.
+  int reshard_group_size = 0;
 };
 
 // The communicators of a job: all ranks, this rank's shard group and its
@@ -47,7 +52,7 @@ class ProcessGroups {
   // init_process_groups().
   ProcessGroups(const LaunchEnv& env, const std::string& backend,
                 c10::Device device, Group world, Group shard_group,
-                Group replicate_group);
+                Group replicate_group, Group reshard_group = {});
 
   int rank() const;
   int world_size() const;
@@ -63,6 +68,8 @@ class ProcessGroups {
   const Group& world() const;
   const Group& shard_group() const;
   const Group& replicate_group() const;
+  // Null without reshard_group_size, or if that is the whole shard group.
+  const Group& reshard_group() const;
 
   // Returns `group` as shared memory, or null if it is something else.
   static ShmBackend* shm(const Group& group);
@@ -76,7 +83,8 @@ class ProcessGroups {
   std::shared_ptr<State> state_;
 };
 
-// Connects all ranks of the job.
+// Connects all ranks of the job. Over Gloo or NCCL, SIGPIPE is ignored from
+// then on, unless the program handles it.
 //
 // Collective: all ranks, with equal options.
 // Errors: InvalidArgument for an unknown backend or a shard group that does not

@@ -2,6 +2,7 @@
 
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/full.h"
+#include "ATen/ops/view_as_real.h"
 #include "absl/strings/str_cat.h"
 #include "fullshard/core/watchdog.h"
 
@@ -44,8 +45,10 @@ at::Tensor local_part(const FlatParameter& flat, size_t index,
         at::empty_strided(full.sizes(), flat.strides()[index], full.options())
             .copy_(full);
   }
-  return source.as_strided({range.numel}, {1},
-                           source.storage_offset() + range.parameter_offset);
+  at::Tensor elements =
+      source.as_strided({source.numel()}, {1}, source.storage_offset());
+  if (elements.is_complex()) elements = at::view_as_real(elements).view({-1});
+  return elements.narrow(0, range.parameter_offset, range.numel);
 }
 
 void copy_local_part(const FlatParameter& flat, size_t index,

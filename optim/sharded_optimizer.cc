@@ -237,7 +237,7 @@ void ShardedOptimizer::set_steps(FlatState& flat_state,
     if (is_new) {
       flat_state.clocks.push_back(
           {step, scalar(static_cast<double>(step),
-                        flat_state.flat->placement().device)});
+                        flat_state.flat->master_device())});
     }
     flat_state.clock_of.push_back(found->second);
   }
@@ -247,7 +247,8 @@ void ShardedOptimizer::set_steps(FlatState& flat_state,
 std::optional<at::Tensor> ShardedOptimizer::take_grad_scale() {
   const double scale = std::exchange(state_->pending_gradient_scale, 1);
   if (scale == 1) return std::nullopt;
-  return scalar(1 / scale, state_->groups().device());
+  return scalar(1 / scale, flats_.empty() ? state_->groups().device()
+                                          : flats_[0].flat->master_device());
 }
 
 void ShardedOptimizer::step() {

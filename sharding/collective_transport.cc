@@ -26,9 +26,11 @@ class CollectiveTransport final : public Transport {
  public:
   CollectiveTransport(c10::Device device,
                       c10::intrusive_ptr<c10d::Backend> group,
+                      c10::intrusive_ptr<c10d::Backend> reshard_group,
                       const std::vector<std::unique_ptr<Unit>>& units)
       : device_(device),
         group_(std::move(group)),
+        reshard_group_(std::move(reshard_group)),
         num_ranks_(group_->getSize()),
         gathers_(units.size()) {
     for (const auto& unit : units) {
@@ -42,13 +44,20 @@ class CollectiveTransport final : public Transport {
 
   void start_gather(Unit& unit) override {
     acquire_slot(unit);
-    unit.write_own_slices();
-    if (num_ranks_ == 1) return;
     Gather& gather = gathers_[static_cast<size_t>(unit.index)];
-    if (gather.memory != unit.slot.memory) prepare(unit, gather);
+    const at::Tensor part = std::exchange(gather.part, {});
+    const bool from_part =
+        part.defined() && gather.part_generation == unit.generation();
+    if (!from_part) unit.write_own_slices();
+    if (num_ranks_ == 1) return;
+    const auto& group = from_part ? reshard_group_ : group_;
+    if (gather.memory != unit.slot.memory || gather.group != group.get()) {
+      prepare(unit, gather, *group);
+    }
+    if (from_part) copy_part(part, gather, /*to_slot=*/true);
     CollectiveScope scope("all_gather", &unit.name, ++sequence_);
     for (Gather::Piece& piece : gather.pieces) {
-      piece.work = group_->_allgather_base(piece.full, piece.own);
+      piece.work = group->_allgather_base(piece.full, piece.own);
     }
   }
 
@@ -63,9 +72,33 @@ class CollectiveTransport final : public Transport {
     }
   }
 
-  void release(Unit& unit) override {
+  void release(Unit& unit, bool until_backward) override {
+    Gather& gather = gathers_[static_cast<size_t>(unit.index)];
+    gather.part = at::Tensor();
+    if (until_backward && reshard_group_) keep_part(unit, gather);
     slots_[static_cast<size_t>(unit.slot.index)].used = false;
     unit.slot = Unit::Slot();
+  }
+
+  void contribute(Unit& unit) override {
+    if (num_ranks_ == 1) return;
+    const at::Tensor memory = allocate(unit.slot_bytes());
+    Unit::Slot elsewhere;
+    elsewhere.memory = static_cast<char*>(memory.data_ptr());
+    std::swap(unit.slot, elsewhere);
+    unit.write_own_slices();
+    Gather gather;
+    prepare(unit, gather, *group_);
+    std::swap(unit.slot, elsewhere);
+    CollectiveScope scope("all_gather", &unit.name, ++sequence_);
+    for (Gather::Piece& piece : gather.pieces) {
+      WatchedWait watched("all_gather", kWatchdogTimeout);
+      group_->_allgather_base(piece.full, piece.own)->wait();
+    }
+  }
+
+  void forget_kept_parts() override {
+    for (Gather& gather : gathers_) gather.part = at::Tensor();
   }
 
   char* acquire_reduce_buffer(Unit&) override {
@@ -118,6 +151,20 @@ class CollectiveTransport final : public Transport {
     return true;
   }
 
+  Memory memory() const override {
+    Memory memory;
+    for (const Slot& slot : slots_) {
+      memory.slots += static_cast<int64_t>(slot.memory.nbytes());
+    }
+    for (const Gather& gather : gathers_) {
+      if (gather.part.defined()) memory.slots += gather.part.numel();
+    }
+    for (const at::Tensor& buffer : reduce_buffers_) {
+      if (buffer.defined()) memory.reduce_buffers += buffer.numel();
+    }
+    return memory;
+  }
+
  private:
   struct Slot {
     at::Tensor memory;
@@ -131,7 +178,12 @@ class CollectiveTransport final : public Transport {
       c10::intrusive_ptr<c10d::Work> work;
     };
     char* memory = nullptr;
+    c10d::Backend* group = nullptr;
     std::vector<Piece> pieces;
+    // This rank's parts of a copy that the reshard group holds, one after the
+    // other; undefined if there is none.
+    at::Tensor part;
+    uint64_t part_generation = 0;
   };
   struct Reduction {
     at::Tensor shard;
@@ -170,8 +222,34 @@ class CollectiveTransport final : public Transport {
     unit.slot.memory = static_cast<char*>(slots_[index].memory.data_ptr());
   }
 
-  void prepare(const Unit& unit, Gather& gather) const {
+  // [Note: Reshard groups] The ranks of a reshard group of k keep the unit
+  // between forward and backward as k equal parts of its padded bytes, 1/k
+  // each, so that backward gathers among k ranks and not N.
+  void keep_part(const Unit& unit, Gather& gather) {
+    prepare(unit, gather, *reshard_group_);
+    int64_t num_bytes = 0;
+    for (const Gather::Piece& piece : gather.pieces) {
+      num_bytes += piece.own.numel();
+    }
+    gather.part = allocate(num_bytes);
+    gather.part_generation = unit.gathered_generation;
+    copy_part(gather.part, gather, /*to_slot=*/false);
+  }
+
+  static void copy_part(const at::Tensor& part, const Gather& gather,
+                        bool to_slot) {
+    at::NoGradGuard no_grad;
+    int64_t offset = 0;
+    for (const Gather::Piece& piece : gather.pieces) {
+      const at::Tensor kept = part.narrow(0, offset, piece.own.numel());
+      (to_slot ? piece.own : kept).copy_(to_slot ? kept : piece.own);
+      offset += piece.own.numel();
+    }
+  }
+
+  void prepare(const Unit& unit, Gather& gather, c10d::Backend& group) const {
     gather.memory = unit.slot.memory;
+    gather.group = &group;
     gather.pieces.clear();
     for (size_t i = 0; i < unit.flats.size(); ++i) {
       const FlatParameter& flat = *unit.flats[i];
@@ -179,9 +257,9 @@ class CollectiveTransport final : public Transport {
       // As bytes: every dtype can be gathered, whatever the backend knows.
       piece.full = bytes_at(unit.slot.memory + unit.slot_offset(i),
                             flat.padded_bytes(), device_);
-      const int64_t chunk_bytes = flat.padded_bytes() / num_ranks_;
+      const int64_t part_bytes = flat.padded_bytes() / group.getSize();
       piece.own =
-          piece.full.narrow(0, group_->getRank() * chunk_bytes, chunk_bytes);
+          piece.full.narrow(0, group.getRank() * part_bytes, part_bytes);
       gather.pieces.push_back(std::move(piece));
     }
   }
@@ -195,6 +273,7 @@ class CollectiveTransport final : public Transport {
 
   const c10::Device device_;
   const c10::intrusive_ptr<c10d::Backend> group_;
+  const c10::intrusive_ptr<c10d::Backend> reshard_group_;  // May be null.
   const int num_ranks_;
   int64_t slot_bytes_ = 0;
   int64_t reduce_bytes_ = 0;
@@ -215,8 +294,11 @@ class CollectiveTransport final : public Transport {
 std::unique_ptr<Transport> make_collective_transport(
     const ProcessGroups& groups, c10::intrusive_ptr<c10d::Backend> shard_group,
     const std::vector<std::unique_ptr<Unit>>& units) {
-  return std::make_unique<CollectiveTransport>(groups.device(),
-                                               std::move(shard_group), units);
+  // Without sharding there is nothing to gather.
+  auto reshard_group = shard_group->getSize() > 1 ? groups.reshard_group()
+                                                  : ProcessGroups::Group();
+  return std::make_unique<CollectiveTransport>(
+      groups.device(), std::move(shard_group), std::move(reshard_group), units);
 }
 
 }  // namespace fullshard::internal

@@ -7,6 +7,8 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/from_blob.h"
+#include "ATen/ops/view_as_complex.h"
+#include "ATen/ops/view_as_real.h"
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/CPUAllocator.h"
@@ -32,11 +34,6 @@ struct ShardedParameterMeta final : ag::AutogradMeta {
   }
   const std::string name;
 };
-
-// Elements of a dense tensor in memory order.
-at::Tensor in_memory_order(const at::Tensor& tensor) {
-  return tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
-}
 
 std::vector<int64_t> contiguous_strides(at::IntArrayRef sizes) {
   std::vector<int64_t> strides(sizes.size());
@@ -81,7 +78,9 @@ std::vector<OriginalParameter> FlatParameter::restore(const at::Tensor& full) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& p = parameters_[i].tensor;
     const at::Tensor values =
-        at::empty_strided(p.sizes(), strides_[i], master_.options())
+        at::empty_strided(
+            p.sizes(), strides_[i],
+            at::TensorOptions(placement_.device).dtype(state_dtype()))
             .copy_(view_of(full, i));
     set_touch_key(p, false);
     p.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
@@ -92,26 +91,39 @@ std::vector<OriginalParameter> FlatParameter::restore(const at::Tensor& full) {
   return parameters;
 }
 
+at::Tensor FlatParameter::real_elements(const at::Tensor& tensor) {
+  const at::Tensor elements =
+      tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
+  return elements.is_complex() ? at::view_as_real(elements).view({-1})
+                               : elements;
+}
+
 void FlatParameter::take_parameters() {
   // Whatever mode the caller is in, these must be ordinary tensors. The first
   // guard switches the grad mode on, so the order matters.
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
+  const at::ScalarType dtype = parameters_[0].tensor.scalar_type();
+  element_width_ = at::isComplexType(dtype) ? 2 : 1;
+  parameter_dtype_ = is_complex() ? dtype : placement_.compute_dtype;
   std::vector<int64_t> numels;
   for (OriginalParameter& original : parameters_) {
     at::Tensor& p = original.tensor;
     const bool dense = p.is_non_overlapping_and_dense();
     strides_.push_back(dense ? p.strides().vec()
                              : contiguous_strides(p.sizes()));
-    numels.push_back(p.numel());
+    numels.push_back(p.numel() * element_width_);
   }
   layout_ = ShardLayout::compute(
       std::move(numels),
       static_cast<int64_t>(c10::elementSize(placement_.compute_dtype)),
       placement_.num_shards);
-  master_ = at::zeros({layout_.chunk},
-                      at::TensorOptions(placement_.device)
-                          .dtype(parameters_[0].tensor.scalar_type()));
+  master_ = at::zeros(
+      {layout_.chunk},
+      at::TensorOptions(placement_.offload ? c10::Device(c10::kCPU)
+                                           : placement_.device)
+          .dtype(c10::toRealValueType(dtype))
+          .pinned_memory(placement_.offload && !placement_.device.is_cpu()));
   sharded_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
                                 placement_.device);
   make_throwing(sharded_,
@@ -128,10 +140,9 @@ void FlatParameter::replace_parameter(size_t index) {
   at::Tensor& p = parameters_[index].tensor;
   load(index, p.detach());
   at::Tensor view = at::empty(
-      {0},
-      at::TensorOptions(placement_.device).dtype(placement_.compute_dtype));
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(p.sizes(), strides_[index],
-                                                    layout_.offsets[index]);
+      {0}, at::TensorOptions(placement_.device).dtype(parameter_dtype_));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(
+      p.sizes(), strides_[index], layout_.offsets[index] / element_width_);
   view.unsafeGetTensorImpl()->set_storage_keep_dtype(sharded_);
   p.set_requires_grad(false);
   p.set_data(view);
@@ -153,8 +164,8 @@ void FlatParameter::load(size_t index, const at::Tensor& full) {
                  .copy_(full);
   }
   master_.narrow(0, range.shard_offset, range.numel)
-      .copy_(in_memory_order(source).narrow(0, range.parameter_offset,
-                                            range.numel));
+      .copy_(
+          real_elements(source).narrow(0, range.parameter_offset, range.numel));
 }
 
 void FlatParameter::attach_sink(const std::shared_ptr<ag::Node>& sink,
@@ -288,7 +299,7 @@ std::string FlatParameter::misuse() {
     const std::string& name = parameters_[i].name;
     const c10::TensorImpl* impl = p.unsafeGetTensorImpl();
     if (impl->unsafe_storage().unsafeGetStorageImpl() != expected ||
-        p.scalar_type() != placement_.compute_dtype) {
+        p.scalar_type() != parameter_dtype_) {
       return absl::StrCat(
           "parameter '", name,
           "' was given other storage or another dtype after sharding "
@@ -384,15 +395,19 @@ void FlatParameter::write_gradients(const at::Tensor* inputs, char* buffer,
       continue;
     }
     char* at = buffer + begin * element_size;
-    if (!accumulate && host && g.scalar_type() == dtype &&
+    if (!accumulate && host && c10::toRealValueType(g.scalar_type()) == dtype &&
         g.layout() == at::kStrided && g.strides() == strides_[i]) {
       copy_gradient(i, static_cast<const char*>(g.const_data_ptr()), buffer,
                     element_size, own);
       continue;
     }
     const at::Tensor dense = g.is_sparse() ? g.to_dense() : g;
-    at::Tensor target = at::from_blob(at, {layout_.numels[i]}, options)
-                            .as_strided(dense.sizes(), strides_[i]);
+    const at::Tensor elements = at::from_blob(at, {layout_.numels[i]}, options);
+    at::Tensor target =
+        (is_complex()
+             ? at::view_as_complex(elements.view({elements.numel() / 2, 2}))
+             : elements)
+            .as_strided(dense.sizes(), strides_[i]);
     if (accumulate) {
       target.add_(dense);
     } else {
@@ -481,8 +496,11 @@ const at::Tensor& FlatParameter::hand_out_master() {
 }
 
 at::Tensor FlatParameter::view_of(const at::Tensor& flat, size_t index) const {
-  return flat.as_strided(parameters_[index].tensor.sizes(), strides_[index],
-                         layout_.offsets[index]);
+  const at::Tensor elements =
+      is_complex() ? at::view_as_complex(flat.view({flat.numel() / 2, 2}))
+                   : flat;
+  return elements.as_strided(parameters_[index].tensor.sizes(), strides_[index],
+                             layout_.offsets[index] / element_width_);
 }
 
 void FlatParameter::touch() {

@@ -25,6 +25,8 @@ struct OriginalParameter {
 
 // The parameters of one unit that share storage dtype, compute dtype and
 // trainability, laid out one after the other and split over the shard group.
+// Elements of complex parameters count as two real ones, of which layout,
+// shards, gradients and optimizer state consist.
 //
 // Keeps this rank's master shard and its gradient, and moves the original
 // parameters, which keep their identity, between sharded storage and a slot.
@@ -35,6 +37,9 @@ class FlatParameter final : public StorageOwner {
     int shard_rank = 0;
     int num_shards = 1;
     c10::Device device = c10::kCPU;
+    // Master shards, their gradients and what optimizers keep are in host
+    // memory, apart from what the device computes with.
+    bool offload = false;
     at::ScalarType compute_dtype = at::kFloat;
     bool trainable = true;
   };
@@ -109,6 +114,7 @@ class FlatParameter final : public StorageOwner {
   // The gradient shard; allocated on first use. Defined values only if
   // has_gradient().
   const at::Tensor& gradient_shard();
+  bool has_gradient_memory() const { return gradient_.defined(); }
   // Forgets the gradient and gives its memory back, unless a user has it.
   void free_gradient();
   // A torch::optim optimizer's zero_grad() resets the gradients of the local
@@ -145,8 +151,16 @@ class FlatParameter final : public StorageOwner {
   // Call after an operator that writes without raising the version counter, as
   // LibTorch's fused optimizers do.
   void note_update();
+  // Both real.
   at::ScalarType storage_dtype() const { return master_.scalar_type(); }
+  // Where the master shard is.
+  c10::Device master_device() const { return master_.device(); }
   int64_t padded_bytes() const;
+  bool is_complex() const { return element_width_ == 2; }
+  // Of the parameters in a state dict.
+  at::ScalarType state_dtype() const {
+    return is_complex() ? parameter_dtype_ : storage_dtype();
+  }
   // Returns parameter `index` as a view of `flat`, a tensor of padded()
   // elements.
   at::Tensor view_of(const at::Tensor& flat, size_t index) const;
@@ -181,11 +195,16 @@ class FlatParameter final : public StorageOwner {
   std::vector<std::pair<int64_t, int64_t>> gaps() const;
   void set_local_gradients();
 
+  // Real elements of a dense tensor of the parameters' dtype, in memory order.
+  static at::Tensor real_elements(const at::Tensor& tensor);
+
   const std::string unit_name_;
   std::vector<OriginalParameter> parameters_;
   const Placement placement_;
   ShardLayout layout_;
-  std::vector<std::vector<int64_t>> strides_;
+  at::ScalarType parameter_dtype_ = at::kFloat;  // While sharded.
+  int64_t element_width_ = 1;                    // Real elements in one.
+  std::vector<std::vector<int64_t>> strides_;    // In the parameters' elements.
 
   at::Tensor master_;
   char* shared_place_ = nullptr;  // Of a master shard that is or was shared.

@@ -4,15 +4,12 @@
 #include <cmath>
 #include <exception>
 #include <limits>
-#include <map>
 
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
-#include "c10/core/InferenceMode.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
-#include "fullshard/sharding/gather_shards.h"
 #include "fullshard/sharding/gradient_norm.h"
 #include "fullshard/sharding/sharded_state.h"
 #include "fullshard/sharding/split_into_units.h"
@@ -24,19 +21,6 @@ namespace {
 
 using internal::FlatParameter;
 using internal::norm_by_rows;
-
-void collect_names(torch::nn::Module& module, const std::string& prefix,
-                   std::vector<std::string>& names) {
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-    if (item.value().defined()) names.push_back(prefix + item.key());
-  }
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-    if (item.value().defined()) names.push_back(prefix + item.key());
-  }
-  for (const auto& child : module.named_children()) {
-    collect_names(*child.value(), prefix + child.key() + ".", names);
-  }
-}
 
 // Combines the local p-norms of the shards of all ranks.
 double combine_norms(double local, double p, const ProcessGroups::Group& group,
@@ -220,92 +204,6 @@ absl::Status ShardedModule::set_trainable(
   }
 }
 
-// --- state
-
-std::vector<std::string> ShardedModule::state_dict_names() const {
-  std::vector<std::string> names;
-  collect_names(*module_, "", names);
-  return names;
-}
-
-absl::Status ShardedModule::full_state_dict(
-    const TensorSink& sink, bool all_ranks,
-    const std::function<absl::Status()>& finish) const {
-  c10::InferenceMode ordinary_tensors(false);
-  at::NoGradGuard no_grad;
-  const bool receives = all_ranks || groups().rank() == 0;
-  absl::Status status;
-  auto send = [&](const std::string& name, const at::Tensor& tensor) {
-    if (receives && status.ok()) status = sink(name, tensor);
-  };
-  try {
-    for (const auto& unit : state_->units()) {
-      for (const auto& flat : unit->flats) {
-        const at::Tensor full = internal::gather_shards(
-            *flat, flat->master_shard(), *state_->shard_group(), "all_gather");
-        for (size_t i = 0; i < flat->parameters().size(); ++i) {
-          const at::Tensor view = flat->view_of(full, i);
-          send(flat->parameters()[i].name, view);
-          for (const std::string& alias : flat->parameters()[i].aliases) {
-            send(alias, view);
-          }
-        }
-      }
-    }
-    for (const std::string& name : whole_->names()) {
-      send(name, whole_->value(name));
-    }
-    if (receives && status.ok() && finish) status = finish();
-    at::Tensor failed =
-        at::zeros({1}, at::TensorOptions(groups().device()).dtype(at::kLong));
-    if (!status.ok()) failed.fill_(1);
-    if (groups().world_size() > 1) {
-      std::vector<at::Tensor> tensors = {failed};
-      c10d::AllreduceOptions options;
-      options.reduceOp = c10d::ReduceOp::MAX;
-      groups().world()->allreduce(tensors, options)->wait();
-    }
-    if (status.ok() && failed.item<int64_t>() != 0) {
-      status = absl::AbortedError(
-          "full_state_dict failed on another rank; see its message");
-    }
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("full_state_dict: ", error.what_without_backtrace()));
-  }
-  return status;
-}
-
-absl::Status ShardedModule::load_full_state_dict(
-    const TensorSource& source,
-    const std::function<bool(const std::string&)>& names) {
-  c10::InferenceMode ordinary_tensors(false);
-  at::NoGradGuard no_grad;
-  state_->begin_update();
-  for (const auto& unit : state_->units()) {
-    for (const auto& flat : unit->flats) {
-      for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        const auto& original = flat->parameters()[i];
-        if (names && !names(original.name)) continue;
-        FS_ASSIGN_OR_RETURN(const at::Tensor full, source(original.name));
-        if (full.sizes() != original.tensor.sizes()) {
-          return absl::InvalidArgumentError(
-              absl::StrCat("parameter '", original.name, "': expected shape ",
-                           c10::str(original.tensor.sizes()), ", got ",
-                           c10::str(full.sizes())));
-        }
-        flat->load(i, full);
-      }
-    }
-  }
-  for (const std::string& name : whole_->names()) {
-    if (names && !names(name)) continue;
-    FS_ASSIGN_OR_RETURN(const at::Tensor values, source(name));
-    FS_RETURN_IF_ERROR(whole_->load(name, values));
-  }
-  return absl::OkStatus();
-}
-
 // --- inspection
 
 std::vector<UnitInfo> ShardedModule::units() const {
@@ -329,6 +227,28 @@ std::vector<UnitInfo> ShardedModule::units() const {
     infos.push_back(std::move(info));
   }
   return infos;
+}
+
+MemoryUse ShardedModule::memory_use() const {
+  MemoryUse use;
+  const internal::Transport& transport = state_->transport();
+  const auto memory = transport.memory();
+  use.slots = memory.slots;
+  use.reduce_buffers = memory.reduce_buffers;
+  use.masters = memory.shared_masters;
+  for (const auto& unit : state_->units()) {
+    if (unit->unreduced_gradients.defined()) {
+      use.kept_gradients += unit->unreduced_gradients.numel();
+    }
+    const bool shared = transport.shares_masters(*unit);
+    for (const auto& flat : unit->flats) {
+      const auto num_bytes =
+          static_cast<int64_t>(flat->master_shard().nbytes());
+      if (!shared || flat->handed_out()) use.masters += num_bytes;
+      if (flat->has_gradient_memory()) use.gradients += num_bytes;
+    }
+  }
+  return use;
 }
 
 const ProcessGroups& ShardedModule::groups() const { return state_->groups(); }

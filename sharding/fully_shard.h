@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "fullshard/core/process_groups.h"
+#include "fullshard/sharding/plan.h"
 #include "fullshard/sharding/shard_options.h"
 #include "torch/nn/module.h"
 
@@ -29,10 +30,21 @@ using TensorSink =
 using TensorSource =
     std::function<absl::StatusOr<at::Tensor>(const std::string& name)>;
 
+struct LoadOptions {
+  // Selects what to load; default: everything.
+  std::function<bool(const std::string& name)> names;
+  // Convert tensors of another dtype in place of refusing them.
+  bool cast_dtypes = false;
+  // Only rank 0 asks its source, and sends each tensor to the others.
+  bool from_rank0 = false;
+};
+
 // This rank's elements of one parameter, in memory order.
 struct LocalParameter {
-  std::string name;   // As in the original module.
-  at::Tensor tensor;  // 1-D leaf; its .grad is the gradient shard.
+  std::string name;  // As in the original module.
+  // 1-D leaf; its .grad is the gradient shard. Of a complex parameter: real and
+  // imaginary parts in turn, as torch::view_as_real has them.
+  at::Tensor tensor;
   std::vector<int64_t> original_sizes;
 };
 
@@ -50,6 +62,20 @@ struct FullParameter {
   std::string name;
   at::Tensor value;
   at::Tensor gradient;  // Undefined unless asked for and there is one.
+};
+
+// Bytes that this rank has allocated for sharding, now. What the ranks of a
+// host share is counted on rank 0.
+struct MemoryUse {
+  int64_t masters = 0;         // Master shards.
+  int64_t gradients = 0;       // Gradient shards.
+  int64_t slots = 0;           // For unsharded units.
+  int64_t reduce_buffers = 0;  // For gradients on their way.
+  int64_t kept_gradients = 0;  // Unsharded, under no_sync.
+
+  int64_t total() const {
+    return masters + gradients + slots + reduce_buffers + kept_gradients;
+  }
 };
 
 // One row of an inspection of the units.
@@ -220,16 +246,19 @@ class ShardedModule {
       const std::function<absl::Status()>& finish = nullptr) const;
 
   // Copies this rank's part of every parameter, and the buffers, from `source`.
-  // `names`, if given, selects what to load.
   //
-  // Errors: kNotFound or kInvalidArgument naming the key; then nothing of that
-  // parameter has changed.
-  absl::Status load_full_state_dict(
-      const TensorSource& source,
-      const std::function<bool(const std::string&)>& names = nullptr);
+  // Collective. Errors: what `source` returns, or kInvalidArgument naming the
+  // key and what is wrong with its shape or dtype; then nothing of that
+  // parameter has changed. With from_rank0: kAborted on the other ranks.
+  absl::Status load_full_state_dict(const TensorSource& source,
+                                    const LoadOptions& options = {});
 
   // --- inspection
   std::vector<UnitInfo> units() const;
+  // What sharding this model costs; print table(). `optimizer_states`: tensors
+  // that the optimizer keeps for each parameter.
+  Plan plan(int optimizer_states = 2) const;
+  MemoryUse memory_use() const;
   const ProcessGroups& groups() const;
 
   // For this library's optimizers.

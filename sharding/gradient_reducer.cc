@@ -110,6 +110,8 @@ void GradientReducer::flush() {
 }
 
 void GradientReducer::finish_oldest() {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
   Pending pending = std::move(pending_.front());
   pending_.pop_front();
   Unit& unit = *pending.unit;
@@ -121,12 +123,25 @@ void GradientReducer::finish_oldest() {
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatParameter& flat = *unit.flats[i];
     if (!flat.placement().trainable) continue;
-    outputs.push_back({i, flat.gradient_shard(), scale_, flat.has_gradient(),
-                       std::move(pending.own[i])});
+    Transport::Reduced out;
+    out.flat = i;
+    out.scale = scale_;
+    out.own = std::move(pending.own[i]);
+    if (flat.placement().offload) {
+      out.shard = at::empty({flat.layout().chunk},
+                            at::TensorOptions(flat.placement().device)
+                                .dtype(flat.storage_dtype()));
+    } else {
+      out.shard = flat.gradient_shard();
+      out.accumulate = flat.has_gradient();
+    }
+    outputs.push_back(std::move(out));
   }
   if (!transport_.finish_reduce(unit, outputs)) return;
   for (const Transport::Reduced& out : outputs) {
-    unit.flats[out.flat]->set_has_gradient(true);
+    FlatParameter& flat = *unit.flats[out.flat];
+    if (flat.placement().offload) add_to_shard(flat, out.shard, /*scale=*/1);
+    flat.set_has_gradient(true);
   }
   note_reduced(unit);
 }
@@ -137,8 +152,6 @@ void GradientReducer::note_reduced(Unit& unit) const {
 
 void GradientReducer::finish_with_replicas(Pending& pending) {
   Unit& unit = *pending.unit;
-  c10::InferenceMode ordinary_tensors(false);
-  at::NoGradGuard no_grad;
   std::vector<Transport::Reduced> sums;
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     const FlatParameter& flat = *unit.flats[i];
@@ -180,14 +193,19 @@ void GradientReducer::add_to_gradient(Unit& unit, size_t index,
     std::vector<at::Tensor> tensors = {sum};
     replicate_group_->allreduce(tensors)->wait();
   }
+  add_to_shard(flat, sum, scale);
+  flat.set_has_gradient(true);
+}
+
+void GradientReducer::add_to_shard(FlatParameter& flat, const at::Tensor& sum,
+                                   double scale) {
   const at::Tensor& shard = flat.gradient_shard();
   if (flat.has_gradient()) {
-    shard.add_(sum, scale);
+    shard.add_(sum.to(shard.device()), scale);
   } else {
     shard.copy_(sum);
     if (scale != 1) shard.mul_(scale);
   }
-  flat.set_has_gradient(true);
 }
 
 void GradientReducer::reduce_by_hook(Unit& unit,

@@ -66,6 +66,8 @@ class GradientReducer {
              std::vector<std::vector<FlatParameter::Piece>>* own) const;
   void finish_with_replicas(Pending& pending);
   void note_reduced(Unit& unit) const;
+  static void add_to_shard(FlatParameter& flat, const at::Tensor& sum,
+                           double scale);
 
   Transport& transport_;
   const double scale_;

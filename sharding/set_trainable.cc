@@ -83,7 +83,7 @@ absl::Status ShardedState::set_trainable(const Which& which, bool value) {
     }
   }
   record_order_anew();
-  start_reduce_order_anew();
+  start_order_anew();
   make_transport();
   // The new transport has moved all master shards to shared memory.
   for (const auto& unit : units_) {

@@ -32,7 +32,9 @@ struct UnitOptions {
   // As in MixedPrecision.
   std::optional<at::ScalarType> param_dtype;
   std::optional<at::ScalarType> reduce_dtype;
-  // Gather again for backward; see ShardingStrategy.
+  // Gather again for backward; see ShardingStrategy. With a reshard_group_size
+  // of k among the ProcessGroupsOptions the unit stays split over k ranks in
+  // between, and backward gathers among those.
   bool reshard_after_forward = true;
 };
 
@@ -48,6 +50,11 @@ struct ShardOptions {
   // Give every rank the parameters and buffers of rank 0 before sharding. Off:
   // the ranks must have initialised them alike.
   bool sync_module_states = false;
+  // Keep master shards, their gradients and the optimizer's state in host
+  // memory; only what a unit computes with is on the device. Where that is a
+  // CPU too, the two are kept apart all the same: nothing is shared between
+  // ranks and every gather and reduction copies.
+  bool offload = false;
   // Gather the next unit while this one computes. At most two gathers are in
   // flight.
   bool prefetch = true;

@@ -65,7 +65,7 @@ std::shared_ptr<ShardedState> ShardedState::create(
     unit->model = state.get();
     state->attach_sinks(*unit);
   }
-  state->start_reduce_order_anew();
+  state->start_order_anew();
   state->observing_ = observe_backward(state.get());
   return state;
 }
@@ -98,6 +98,11 @@ void ShardedState::make_transport() {
       *transport_, shard_group_->getSize(), replicate_group_, options_);
   reducer_->set_all_reduce(all_reduce_);
   reducer_->set_on_reduced(on_reduced_);
+  gathers_communicate_ =
+      shard_group_->getSize() > 1 &&
+      std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
+        return !transport_->shares_masters(*unit);
+      });
 }
 
 void ShardedState::attach_sinks(Unit& unit) {
@@ -114,15 +119,6 @@ void ShardedState::attach_sinks(Unit& unit) {
   }
 }
 
-void ShardedState::start_reduce_order_anew() {
-  reduce_order_.clear();
-  reached_order_.clear();
-  reduce_order_adopted_ = false;
-  for (size_t i = units_.size(); i-- > 0;) {
-    if (units_[i]->trainable()) reduce_order_.push_back(units_[i]->index);
-  }
-}
-
 ShardedState::~ShardedState() {
   observing_.reset();
   for (const auto& unit : units_) {
@@ -132,6 +128,8 @@ ShardedState::~ShardedState() {
 
 bool ShardedState::nothing_to_do(c10::ArrayRef<Unit*> set) const {
   return set.size() == 1 && set[0] == last_touched_ && !set[0]->watched &&
+         (set[0]->used_in_forward ||
+          prefetcher_.phase() == Prefetcher::kBackward) &&
          set[0]->state == UnitState::kUnsharded &&
          set[0]->gathered_generation == set[0]->generation() &&
          recompute_token().expired();
@@ -140,6 +138,7 @@ bool ShardedState::nothing_to_do(c10::ArrayRef<Unit*> set) const {
 void ShardedState::touch(c10::ArrayRef<Unit*> set) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (nothing_to_do(set)) return;
+  for (Unit* unit : set) note_use(*unit);
   touched_ = true;
   reshard_others(set);
   bool gathered = false;
@@ -147,7 +146,11 @@ void ShardedState::touch(c10::ArrayRef<Unit*> set) {
     if (is_stale(*unit)) reshard(*unit);
     stop_watching(*unit);
     if (unit->state == UnitState::kUnsharded) continue;
-    take_part_in(prefetcher_.advance_to(unit->index), set);
+    if (order_.complete() && prefetcher_.phase() == Prefetcher::kBackward) {
+      if (unit->state == UnitState::kSharded) gather_in_order(*unit);
+    } else {
+      take_part_in(prefetcher_.advance_to(unit->index), set);
+    }
     start_gather(*unit);
     gathered = true;
   }
@@ -189,7 +192,7 @@ void ShardedState::reshard_others(c10::ArrayRef<Unit*> set) {
     const bool related = std::any_of(
         set.begin(), set.end(),
         [&](const Unit* touched) { return touched->related_to(unit); });
-    if (!related) reshard(unit);
+    if (!related) reshard(unit, in_training_forward_);
   }
 }
 
@@ -201,7 +204,7 @@ void ShardedState::take_part_in(const std::vector<int>& skipped,
     start_gather(unit);
     transport_->finish_gather(unit);
     unit.state = UnitState::kUnsharded;  // Nothing was paged in.
-    reshard(unit);
+    reshard(unit, in_training_forward_);
   }
 }
 
@@ -214,6 +217,9 @@ void ShardedState::start_gather(Unit& unit) {
   if (prefetcher_.phase() == Prefetcher::kBackward || in_training_forward_ ||
       at::GradMode::is_enabled()) {
     prefetcher_.record(unit.index);
+  }
+  if (prefetcher_.phase() == Prefetcher::kBackward &&
+      !transport_->shares_masters(unit)) {
     issued_.push_back({unit.index, /*reduces=*/false});
   }
   note_misuse(unit);
@@ -234,13 +240,13 @@ void ShardedState::finish_gather(Unit& unit) {
   unit.state = UnitState::kUnsharded;
 }
 
-void ShardedState::reshard(Unit& unit) {
+void ShardedState::reshard(Unit& unit, bool until_backward) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (unit.state == UnitState::kSharded) return;
   if (unit.state == UnitState::kGathering) transport_->finish_gather(unit);
   note_misuse(unit);
   for (const auto& flat : unit.flats) flat->page_out();
-  transport_->release(unit);
+  transport_->release(unit, until_backward);
   unit.keeper.reset();
   unit.watched = unit.pinned = false;
   unit.state = UnitState::kSharded;
@@ -279,12 +285,17 @@ void ShardedState::prefetch_next(c10::ArrayRef<Unit*> set) {
     for (Unit* next : unit->prefetch[prefetcher_.phase()]) start_gather(*next);
   }
   if (!options_.prefetch) return;
-  const int next = prefetcher_.next();
-  if (next < 0) return;
   const bool in_flight = std::any_of(
       present_.begin(), present_.end(),
       [](const Unit* u) { return u->state == UnitState::kGathering; });
-  if (!in_flight) start_gather(*units_[static_cast<size_t>(next)]);
+  if (in_flight) return;
+  if (order_.complete() && prefetcher_.phase() == Prefetcher::kBackward) {
+    const Issue* next = order_.next();
+    if (next != nullptr && !next->reduces) issue(order_.take());
+    return;
+  }
+  const int next = prefetcher_.next();
+  if (next >= 0) start_gather(*units_[static_cast<size_t>(next)]);
 }
 
 void ShardedState::note_misuse(Unit& unit) {
@@ -322,6 +333,7 @@ void ShardedState::begin_forward() {
   }
   throw_misuse();
   in_training_forward_ = at::GradMode::is_enabled();
+  if (in_training_forward_ && forward_is_new_) begin_uses();
   if (in_training_forward_) prefetcher_.note_forward();
   // Forwards that share a backward continue one order.
   if (!in_training_forward_) prefetcher_.begin(Prefetcher::kForward);
@@ -422,9 +434,10 @@ void ShardedState::before_backward(const std::vector<ag::Edge>& outputs,
   if (ag::get_current_graph_task_id() >= 0) return;  // A reentrant one.
   sink_ran_ = false;
   touched_ = false;
-  reduce_cursor_ = 0;
   if (expected) take_part_in_rest();
   prefetcher_.begin(Prefetcher::kBackward);
+  order_.begin();
+  issued_.clear();
   if (expected && prefetcher_.recorded()) prefetch_next({});
 }
 
@@ -432,17 +445,19 @@ void ShardedState::after_backward(bool ok) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   // A backward that failed may have stopped before it reached a unit.
   const bool took_part = sink_ran_ || touched_ || !ok;
-  if (took_part && ok) take_part_in_rest();
+  if (took_part && ok) finish_order();
   prefetcher_.begin(Prefetcher::kForward);
   if (!took_part) return;
-  if (ok && sink_ran_ && gradient_sync_) reduce_rest();
+  forward_is_new_ = true;
   reducer_->flush();
+  if (ok && sink_ran_ && gradient_sync_) adopt_order();
   if (ok && gradient_sync_) average_ignored_gradients();
   if (reshard_after_backward_ || !ok) {
     reshard_all();
   } else {
     keep_present();
   }
+  transport_->forget_kept_parts();
   if (ok) transport_->leave_reads("end of backward");
   for (const auto& unit : units_) {
     unit->reduced_this_backward = false;
@@ -450,55 +465,17 @@ void ShardedState::after_backward(bool ok) {
   }
   if (!ok) {
     prefetcher_.restart_recording();
-    reached_order_.clear();
+    reached_.clear();
   } else if (sink_ran_ && !shadowing_ && !prefetcher_.recorded() &&
              prefetcher_.finish_recording()) {
     compare_order_across_ranks();
   }
-  if (ok && gradient_sync_ && issued_in_steady_state_ && !shadowing_) {
-    steady_order_ = issued_;
-  }
-  issued_.clear();
-  issued_in_steady_state_ = prefetcher_.recorded();
+  first_steady_backward_ = prefetcher_.recorded();
   sink_ran_ = touched_ = false;
   if (ok) {
     throw_misuse();
   } else {
     misuse_.clear();
-  }
-}
-
-void ShardedState::reduce(Unit& unit,
-                          const std::vector<at::Tensor>& gradients) {
-  issued_.push_back({unit.index, /*reduces=*/true});
-  reducer_->reduce(unit, gradients);
-}
-
-void ShardedState::reduce_in_order(Unit& unit,
-                                   const std::vector<at::Tensor>& gradients) {
-  if (groups_.world_size() == 1) {  // Nobody waits.
-    reduce(unit, gradients);
-    return;
-  }
-  if (!reduce_order_adopted_) reached_order_.push_back(unit.index);
-  const auto next = [this]() -> Unit* {
-    return reduce_cursor_ < reduce_order_.size()
-               ? units_[static_cast<size_t>(reduce_order_[reduce_cursor_])]
-                     .get()
-               : nullptr;
-  };
-  if (next() != &unit) {
-    reducer_->keep(unit, gradients);
-    unit.came_early = true;
-    return;
-  }
-  ++reduce_cursor_;
-  reduce(unit, gradients);
-  while (next() != nullptr && next()->came_early) {
-    Unit& early = *next();
-    early.came_early = false;
-    ++reduce_cursor_;
-    reduce(early, {});
   }
 }
 
@@ -517,46 +494,6 @@ void ShardedState::average_ignored_gradients() {
     gradient.div_(options_.gradient_divide_factor.value_or(
         static_cast<double>(groups_.world_size())));
   }
-}
-
-// Units that this rank's backward did not reach, and those that came early.
-void ShardedState::reduce_rest() {
-  if (groups_.world_size() == 1) {
-    // Gradients kept under no_sync are due.
-    for (const auto& unit : units_) {
-      if (unit->unreduced_gradients.defined()) reduce(*unit, {});
-    }
-    return;
-  }
-  for (int index : reduce_order_) {
-    Unit& unit = *units_[static_cast<size_t>(index)];
-    unit.came_early = false;
-    if (!unit.reduced_this_backward) reduce(unit, {});
-  }
-  reducer_->flush();
-  if (!reduce_order_adopted_) adopt_reduce_order();
-}
-
-void ShardedState::adopt_reduce_order() {
-  std::vector<int> order;
-  const auto add = [&](int index) {
-    if (std::find(order.begin(), order.end(), index) == order.end()) {
-      order.push_back(index);
-    }
-  };
-  for (int index : reached_order_) add(index);
-  for (int index : reduce_order_) add(index);
-  const auto num_units = static_cast<int64_t>(order.size());
-  at::Tensor indices = at::zeros({num_units}, at::kLong);
-  std::copy(order.begin(), order.end(), indices.data_ptr<int64_t>());
-  std::vector<at::Tensor> tensors = {indices.to(groups_.device())};
-  CollectiveScope scope("broadcast of the reduction order", nullptr, 0);
-  groups_.world()->broadcast(tensors)->wait();
-  indices = tensors[0].cpu();
-  const int64_t* adopted = indices.const_data_ptr<int64_t>();
-  std::copy(adopted, adopted + num_units, reduce_order_.begin());
-  reduce_order_adopted_ = true;
-  reached_order_.clear();
 }
 
 // Shared memory names the unit in every signal; a c10d backend would exchange

@@ -13,6 +13,7 @@
 #include "c10/util/ArrayRef.h"
 #include "fullshard/core/process_groups.h"
 #include "fullshard/core/saved_tensor_hooks.h"
+#include "fullshard/sharding/backward_order.h"
 #include "fullshard/sharding/gradient_reducer.h"
 #include "fullshard/sharding/layout_observer.h"
 #include "fullshard/sharding/prefetcher.h"
@@ -44,8 +45,9 @@ class ShardedState final : public BackwardObserver,
 
   // Reshards every unit. Views that are alive throw when used later.
   void reshard_all();
-  // The same for one unit; nothing if it is sharded.
-  void reshard(Unit& unit);
+  // The same for one unit; nothing if it is sharded. `until_backward`: see
+  // Transport::release.
+  void reshard(Unit& unit, bool until_backward = false);
   // Starts to gather `unit`, and finish_unshard() ends it; it then stays until
   // the end of backward, of a forward without gradients, or a reshard.
   void start_unshard(Unit& unit);
@@ -57,11 +59,7 @@ class ShardedState final : public BackwardObserver,
     reshard_after_backward_ = value;
   }
   // Forgets the recorded order of gathers. Collective.
-  void record_order_anew() {
-    prefetcher_ = Prefetcher();
-    steady_order_.clear();
-    issued_in_steady_state_ = false;
-  }
+  void record_order_anew();
   // Whenever `unit` is gathered in `phase`, starts the gathers of `next` too.
   void set_prefetch(Unit& unit, Prefetcher::Phase phase,
                     std::vector<Unit*> next) {
@@ -91,13 +89,12 @@ class ShardedState final : public BackwardObserver,
   // While joining, a rank that opens a forward with gradients first tells the
   // others that it is at work, and how it will reduce; a rank that has run out
   // of batches learns by that whether to do one more step beside them. In such
-  // a step it issues the collectives of its own last one, with gradients of
-  // zero: c10d backends match them by their order.
+  // a step it issues every collective in order, with gradients of zero.
   void set_joining(bool value) { joining_ = value; }
   // Returns false, on every rank, once none is at work any more. Else takes
   // part in one forward and backward; `reduced` tells if that gave gradients.
-  // Collective. Errors: c10::Error where gathers communicate and this rank has
-  // run fewer than two steps, so that it does not know their order.
+  // Collective. Errors: c10::Error where gathers communicate and fewer than two
+  // steps were run, so that their order is not known.
   bool shadow_step(bool* reduced);
 
   // --- gradients
@@ -140,6 +137,7 @@ class ShardedState final : public BackwardObserver,
     return shard_group_;
   }
   const Prefetcher& prefetcher() const { return prefetcher_; }
+  const Transport& transport() const { return *transport_; }
 
  private:
   ShardedState(ProcessGroups groups, const ShardOptions& options,
@@ -151,28 +149,37 @@ class ShardedState final : public BackwardObserver,
   Work announce(bool at_work);
   void attach_sinks(Unit& unit);
   void make_transport();
-  void start_reduce_order_anew();
   void start_gather(Unit& unit);
   void finish_gather(Unit& unit);
   void reshard_others(c10::ArrayRef<Unit*> set);
   // [Note: Ranks on different paths]
-  // Reductions are issued in one order on all ranks: at first that of the
-  // modules backwards, after the first backward the order in which rank 0's
-  // reached the units. A rank whose backward skips a unit sends zeros; one that
-  // reaches a unit too early keeps its gradient until its turn. Gathers that
-  // communicate are issued in the order of the first iteration, and a rank
-  // whose path skips a unit takes part in its gather and lets it go.
+  // Collectives are issued in one order on all ranks. In forward these are
+  // gathers, as the first iteration had them; a rank whose path skips a unit
+  // takes part in its gather and lets it go. In backward the order of
+  // reductions is at first that of the modules backwards, after the first
+  // backward the one in which rank 0's reached the units. Where gathers
+  // communicate, the first backward that prefetches fixes the order of both. A
+  // rank whose forward did not use a unit sends zeros at its turn; one that
+  // reaches a unit too early keeps its gradient until then.
   void take_part_in(const std::vector<int>& skipped, c10::ArrayRef<Unit*> set);
   void take_part_in_rest();
   void reduce(Unit& unit, const std::vector<at::Tensor>& gradients);
   void reduce_in_order(Unit& unit, const std::vector<at::Tensor>& gradients);
-  void reduce_rest();
+  void gather_in_order(Unit& unit);
+  bool reduction_is_due_before(std::ptrdiff_t place) const;
+  void issue(const Issue& issue);
+  void issue_gather(Unit& unit);
+  void finish_order();
+  void adopt_order();
+  void start_order_anew();
+  // Remembers which units this rank's forward used.
+  void note_use(Unit& unit);
+  void begin_uses();
   void prefetch_next(c10::ArrayRef<Unit*> set);
   void average_ignored_gradients();
   void note_misuse(Unit& unit);
   void throw_misuse();
   void compare_order_across_ranks();
-  void adopt_reduce_order();
   bool nothing_to_do(c10::ArrayRef<Unit*> set) const;
   bool is_stale(const Unit& unit) const;
   void stop_watching(Unit& unit);
@@ -189,23 +196,18 @@ class ShardedState final : public BackwardObserver,
   std::unique_ptr<GradientReducer> reducer_;
   Prefetcher prefetcher_;
   // See [Note: Ranks on different paths].
-  std::vector<int> reduce_order_;
-  std::vector<int> reached_order_;  // This rank's, until it is adopted.
-  bool reduce_order_adopted_ = false;
-  size_t reduce_cursor_ = 0;
+  BackwardOrder order_;
+  std::vector<Issue> reached_;  // This rank's reductions, until adopted.
+  std::vector<Issue> issued_;   // In the backward that is under way.
+  bool first_steady_backward_ = false;  // Or a later one: it prefetches.
+  bool gathers_communicate_ = false;
+  bool forward_is_new_ = true;  // No training forward since the last backward.
   std::vector<Unit*> present_;  // Units that are not kSharded.
   Unit* last_touched_ = nullptr;
   bool gradient_sync_ = true;
   bool all_reduce_ = true;
   bool joining_ = false;
   bool shadowing_ = false;
-  struct Issued {
-    int unit = 0;
-    bool reduces = false;  // Else gathers.
-  };
-  std::vector<Issued> issued_;        // Since the last backward.
-  std::vector<Issued> steady_order_;  // Of the last whole step; may be empty.
-  bool issued_in_steady_state_ = false;
   std::function<void(Unit& unit)> on_reduced_;
   bool reshard_after_backward_ = true;
   // A forward scope was opened with gradients on; parts of it, as a frozen

@@ -9,7 +9,7 @@ namespace {
 
 bool can_be_shared(const Unit& unit) {
   return std::all_of(unit.flats.begin(), unit.flats.end(), [](const auto& f) {
-    return f->placement().device.is_cpu() &&
+    return f->placement().device.is_cpu() && !f->placement().offload &&
            f->storage_dtype() == f->placement().compute_dtype;
   });
 }

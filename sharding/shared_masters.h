@@ -33,6 +33,8 @@ class SharedMasters {
                 const std::vector<std::unique_ptr<Unit>>& units);
 
   // Returns the unsharded unit, or null if its masters are not shared.
+  // Of all ranks together.
+  int64_t num_bytes() const { return static_cast<int64_t>(memory_.nbytes()); }
   char* memory(const Unit& unit) const {
     return places_[static_cast<size_t>(unit.index)];
   }

@@ -120,9 +120,22 @@ class SharedMemoryTransport final : public Transport {
     check_same_unit(*written_, unit.slot.index, unit, "gather");
   }
 
-  void release(Unit& unit) override {
+  // Between forward and backward the unit lies in pages of the whole host:
+  // there is no traffic that a reshard group could save.
+  void release(Unit& unit, bool /*until_backward*/) override {
     if (unit.slot.index >= 0) release_slot(unit.slot.index);
     unit.slot = Unit::Slot();
+  }
+
+  void contribute(Unit& unit) override {
+    if (shares_masters(unit)) return;
+    if (unit.slot.index >= 0) move_out(unit);
+    Unit::Slot elsewhere;
+    std::swap(unit.slot, elsewhere);
+    start_gather(unit);
+    finish_gather(unit);
+    release(unit, /*until_backward=*/false);
+    std::swap(unit.slot, elsewhere);
   }
 
   bool shares_masters(const Unit& unit) const override {
@@ -177,6 +190,21 @@ class SharedMemoryTransport final : public Transport {
     if (used) add_slices(unit, buffer, outputs);
     done_->post(signal, buffer.generation);
     return used;
+  }
+
+  Memory memory() const override {
+    Memory memory;
+    const auto own_rank = static_cast<size_t>(group_.getRank());
+    for (const ReduceBuffer& buffer : reduce_buffers_) {
+      memory.reduce_buffers +=
+          static_cast<int64_t>(buffer.memory[own_rank].nbytes());
+    }
+    if (own_rank != 0) return memory;
+    for (const Slot& slot : slots_) {
+      memory.slots += static_cast<int64_t>(slot.memory.nbytes());
+    }
+    memory.shared_masters = masters_.num_bytes();
+    return memory;
   }
 
  private:

@@ -199,14 +199,16 @@ class Splitter {
       parameters.push_back(
           {std::move(claim.parameter),
            claim.full_precision
-               ? dtype
-               : compute_dtype(dtype, unit_options_.at(&unit).param_dtype)});
+               ? c10::toRealValueType(dtype)
+               : c10::toRealValueType(compute_dtype(
+                     dtype, unit_options_.at(&unit).param_dtype))});
     }
     const bool sharded = options_.strategy != ShardingStrategy::kNoShard;
     FlatParameter::Placement placement;
     placement.shard_rank = sharded ? groups_.shard_group()->getRank() : 0;
     placement.num_shards = sharded ? groups_.shard_group()->getSize() : 1;
     placement.device = groups_.device();
+    placement.offload = options_.offload;
     unit.flats = group_parameters(unit.name, std::move(parameters), placement);
     return absl::OkStatus();
   }
@@ -249,13 +251,6 @@ class Splitter {
     if (storage_owner(p) != nullptr) {
       return absl::InvalidArgumentError(
           absl::StrCat("parameter '", parameter.name, "' is sharded already"));
-    }
-    if (p.requires_grad() && !at::isFloatingType(p.scalar_type())) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter '", parameter.name,
-                       "': trainable parameters must be "
-                       "real floating tensors, got ",
-                       at::toString(p.scalar_type())));
     }
     if (p.requires_grad() && !p.is_leaf()) {
       return absl::InvalidArgumentError(

@@ -29,8 +29,14 @@ class Transport {
   virtual void start_gather(Unit& unit) = 0;
   // Returns when the slices of all ranks are in place.
   virtual void finish_gather(Unit& unit) = 0;
-  // This rank no longer reads the unit's memory.
-  virtual void release(Unit& unit) = 0;
+  // This rank no longer reads the unit's memory. With `until_backward` and a
+  // reshard group it keeps its part of that group's copy, from which the next
+  // gather takes the values if they have not changed.
+  virtual void release(Unit& unit, bool until_backward) = 0;
+  void release(Unit& unit) { release(unit, /*until_backward=*/false); }
+
+  // Takes part in a gather of a unit whose values this rank has and keeps.
+  virtual void contribute(Unit& unit) = 0;
 
   // Whether to gather the unit moves nothing.
   virtual bool shares_masters(const Unit& /*unit*/) const { return false; }
@@ -41,6 +47,9 @@ class Transport {
   // All units are released, or their values are about to be replaced. `what`
   // names the place in the messages of a time-out.
   virtual void leave_reads(const char* /*what*/) {}
+
+  // A backward has ended: what was kept for it can go.
+  virtual void forget_kept_parts() {}
 
   virtual int max_unfinished_reductions() const { return 1; }
   // Whether finish_reduce would return without waiting for a peer.
@@ -64,6 +73,15 @@ class Transport {
   // the ranks can tell.
   virtual bool finish_reduce(Unit& unit,
                              const std::vector<Reduced>& outputs) = 0;
+
+  // What this rank has allocated, in bytes. Memory that the ranks of a host
+  // share is counted once per host, on rank 0.
+  struct Memory {
+    int64_t slots = 0;           // For unsharded units.
+    int64_t reduce_buffers = 0;  // For unsharded gradients.
+    int64_t shared_masters = 0;  // Master shards of all ranks.
+  };
+  virtual Memory memory() const = 0;
 };
 
 // Works over any c10d backend, with slots of this rank's own.

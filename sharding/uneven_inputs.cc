@@ -1,7 +1,5 @@
 // Steps beside ranks that still have batches; [Note: Uneven inputs].
 
-#include <algorithm>
-
 #include "ATen/ops/zeros.h"
 #include "c10/core/GradMode.h"
 #include "fullshard/core/watchdog.h"
@@ -35,12 +33,7 @@ bool ShardedState::shadow_step(bool* reduced) {
   const Work work = announce(/*at_work=*/false);
   *reduced = work.any_at_work && work.gradient_sync;
   if (!work.any_at_work) return false;
-  const bool gathers_communicate =
-      shard_group_->getSize() > 1 &&
-      std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
-        return !transport_->shares_masters(*unit);
-      });
-  TORCH_CHECK(!steady_order_.empty() || !gathers_communicate, "join: rank ",
+  TORCH_CHECK(order_.complete() || !gathers_communicate_, "join: rank ",
               groups_.rank(),
               " has run fewer than two steps, so it does not know in which "
               "order the others use the units; give every rank two batches");
@@ -51,18 +44,9 @@ bool ShardedState::shadow_step(bool* reduced) {
   shadowing_ = true;
   begin_forward();
   end_forward();
-  reduce_cursor_ = 0;
-  for (const Issued& issued : steady_order_) {
-    Unit& unit = *units_[static_cast<size_t>(issued.unit)];
-    if (!issued.reduces) {
-      take_part_in({issued.unit}, {});
-    } else if (gradient_sync_) {
-      reducer_->reduce(unit, {});
-    }
-  }
-  prefetcher_.take_rest();
+  take_part_in_rest();
   prefetcher_.begin(Prefetcher::kBackward);
-  prefetcher_.take_rest();
+  order_.begin();
   sink_ran_ = touched_ = true;
   after_backward(/*ok=*/true);
   shadowing_ = false;

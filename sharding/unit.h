@@ -55,6 +55,7 @@ class Unit {
   at::Tensor unreduced_gradients;
   // Gradient shards that wait for the replicas' all-reduce, by flat parameter.
   std::vector<at::Tensor> unreduced_shards;
+  bool used_in_forward = false;  // By this rank, since the last backward.
   // In the backward that is under way:
   bool reduced_this_backward = false;
   bool came_early = false;  // Waits in unreduced_gradients for its turn.

@@ -127,6 +127,7 @@ TEST(TwoHostsTest, GlooEverywhere) {
 
 void expect_line(const RankOutcome& outcome, const std::string& text) {
   EXPECT_FALSE(outcome.timed_out) << outcome.output;
+  EXPECT_EQ(outcome.signal, 0) << outcome.output;
   EXPECT_NE(outcome.exit_code, 0) << outcome.output;
   EXPECT_NE(outcome.output.find(text), std::string::npos) << outcome.output;
 }

@@ -177,6 +177,7 @@ std::vector<RankOutcome> collect_ranks(
         group_options.backend = num_ranks == 1 ? "single" : options.backend;
         group_options.timeout = options.collective_timeout;
         group_options.shard_group_size = options.shard_group_size;
+        group_options.reshard_group_size = options.reshard_group_size;
         absl::StatusOr<ProcessGroups> groups =
             init_process_groups(env, group_options);
         ASSERT_TRUE(groups.ok()) << groups.status();

@@ -18,6 +18,7 @@ struct RunRanksOptions {
   // How long a rank waits for another in a collective.
   std::chrono::milliseconds collective_timeout{30000};
   int shard_group_size = 0;
+  int reshard_group_size = 0;
 };
 
 // How a rank ended and what it printed.

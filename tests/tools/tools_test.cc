@@ -120,5 +120,74 @@ TEST(ToolsTest, PublicCheckpointsAreListed) {
   }
 }
 
+// Two layers of 6 and 3 elements and a root of 5, in fp32.
+std::string write_layers(TempDir& dir) {
+  auto writer = PtWriter::create(dir.file("layers.pt")).value();
+  const auto add = [&](const char* name, std::vector<int64_t> sizes) {
+    EXPECT_TRUE(
+        writer->tensor(name, make_tensor(c10::ScalarType::Float, sizes)).ok());
+  };
+  add("model.layers.0.weight", {2, 3});
+  add("model.layers.0.bias", {3});
+  add("model.layers.1.weight", {2, 3});
+  add("model.layers.1.bias", {3});
+  add("head", {5});
+  EXPECT_TRUE(writer->commit().ok());
+  return dir.file("layers.pt");
+}
+
+void expect_output(const Result& result, int status, const std::string& text) {
+  EXPECT_EQ(result.status, status) << result.output;
+  EXPECT_TRUE(absl::StrContains(result.output, text)) << result.output;
+}
+
+TEST(ToolsTest, PlanOfACheckpoint) {
+  TempDir dir;
+  const std::string file = write_layers(dir);
+  const Result plan = run_tool("plan --nproc=2 " + file);
+  expect_output(plan, 0, "2 ranks: shard groups of 2, 1 replica");
+  // 6 elements, a gap of 2, 3 elements, and 1 to make two chunks of 8: 16.
+  expect_output(plan, 0,
+                "model.layers.0        2              9        7       64 B"
+                "       32 B   1+1   1");
+  expect_output(run_tool("plan --nproc=2 --param_dtype=bf16 " + file), 0,
+                "32 B");
+  expect_output(run_tool("plan --nproc=2 --unit='model[.]layers' " + file), 0,
+                "model.layers          4             18");
+}
+
+TEST(ToolsTest, PlanOfAConfig) {
+  TempDir dir;
+  FILE* const config = std::fopen(dir.file("train.yaml").c_str(), "w");
+  std::fputs("stage: full-finetune\n", config);
+  std::fclose(config);
+  const Result plan =
+      run_tool("plan --nproc=1024 --config=" + dir.file("train.yaml"));
+  expect_output(plan, 0, "1024 ranks: shard groups of 1024, 1 replica");
+  expect_output(plan, 0, "llm_backbone");
+  expect_output(plan, 0, "projector");
+}
+
+TEST(ToolsTest, PlanSaysWhatIsWrong) {
+  TempDir dir;
+  const std::string file = write_layers(dir);
+  expect_output(run_tool("plan"), 2, "usage: ");
+  expect_output(run_tool("plan --nproc=6 --shard_group_size=4 " + file), 1,
+                "--shard_group_size: expected a divisor of the 6 ranks of "
+                "--nproc, got 4");
+  expect_output(run_tool("plan --nproc=0 " + file), 1,
+                "--nproc: expected at least 1, got 0");
+  expect_output(run_tool("plan --param_dtype=int8 " + file), 1,
+                "--param_dtype: expected fp32, bf16 or fp16, got 'int8'");
+  expect_output(run_tool("plan --strategy=all " + file), 1,
+                "--strategy: expected full-shard, shard-grad-op or no-shard, "
+                "got 'all'");
+  expect_output(run_tool("plan --unit='(' " + file), 1,
+                "--unit: expected a regular expression, got '('");
+  expect_output(run_tool("plan --unit=nothing " + file), 1,
+                "--unit: 'nothing' matches the beginning of no name in ");
+  expect_output(run_tool("plan " + dir.file("absent.pt")), 1, "absent.pt");
+}
+
 }  // namespace
 }  // namespace fullshard

@@ -1,0 +1,207 @@
+// Whole parameters and buffers, into a state dict and from one.
+
+#include <optional>
+#include <utility>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/full.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
+#include "fullshard/core/status.h"
+#include "fullshard/core/watchdog.h"
+#include "fullshard/sharding/fully_shard.h"
+#include "fullshard/sharding/gather_shards.h"
+#include "fullshard/sharding/sharded_state.h"
+#include "fullshard/sharding/whole_tensors.h"
+
+namespace fullshard {
+namespace {
+
+using internal::FlatParameter;
+
+void collect_names(torch::nn::Module& module, const std::string& prefix,
+                   std::vector<std::string>& names) {
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    if (item.value().defined()) names.push_back(prefix + item.key());
+  }
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    if (item.value().defined()) names.push_back(prefix + item.key());
+  }
+  for (const auto& child : module.named_children()) {
+    collect_names(*child.value(), prefix + child.key() + ".", names);
+  }
+}
+
+// The largest `value` of all ranks.
+int64_t maximum(const ProcessGroups& groups, int64_t value, const char* what) {
+  if (groups.world_size() == 1) return value;
+  std::vector<at::Tensor> tensors = {at::full(
+      {1}, value, at::TensorOptions(groups.device()).dtype(at::kLong))};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  CollectiveScope scope(what, nullptr, 0);
+  groups.world()->allreduce(tensors, options)->wait();
+  return tensors[0].item<int64_t>();
+}
+
+// What a tensor of a state dict must look like.
+struct Expected {
+  std::string kind;  // "parameter" or "tensor"
+  std::string name;
+  at::IntArrayRef sizes;
+  at::ScalarType dtype;
+};
+
+absl::Status check(const Expected& expected, const at::Tensor& got,
+                   bool cast_dtypes) {
+  const std::string where =
+      absl::StrCat(expected.kind, " '", expected.name, "': expected ");
+  if (got.sizes() != expected.sizes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, "shape ", c10::str(expected.sizes), ", got ",
+                     c10::str(got.sizes())));
+  }
+  if (got.scalar_type() != expected.dtype && !cast_dtypes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, "dtype ", at::toString(expected.dtype), ", got ",
+                     at::toString(got.scalar_type()),
+                     "; set LoadOptions::cast_dtypes to convert it"));
+  }
+  return absl::OkStatus();
+}
+
+// Takes tensors from a source, on every rank or from rank 0 to the others.
+class Loader {
+ public:
+  Loader(const ProcessGroups& groups, const TensorSource& source,
+         const LoadOptions& options)
+      : groups_(groups),
+        source_(source),
+        options_(options),
+        broadcasts_(options.from_rank0 && groups.world_size() > 1) {}
+
+  bool wants(const std::string& name) const {
+    return !options_.names || options_.names(name);
+  }
+
+  absl::StatusOr<at::Tensor> get(const Expected& expected) const {
+    if (!broadcasts_) return read(expected);
+    absl::StatusOr<at::Tensor> own(at::Tensor{});
+    if (groups_.rank() == 0) own = read(expected);
+    if (maximum(groups_, own.ok() ? 0 : 1, "all_reduce of a load") != 0) {
+      if (!own.ok()) return own;
+      return absl::AbortedError(absl::StrCat(
+          "load of '", expected.name, "' failed on rank 0; see its message"));
+    }
+    at::Tensor tensor =
+        at::empty(expected.sizes,
+                  at::TensorOptions(groups_.device()).dtype(expected.dtype));
+    if (groups_.rank() == 0) tensor.copy_(*own);
+    if (tensor.numel() == 0) return tensor;
+    // As bytes: every dtype can be sent, whatever the backend knows.
+    std::vector<at::Tensor> bytes = {
+        tensor.view({tensor.numel()}).view(at::kByte)};
+    CollectiveScope scope("broadcast of a load", &expected.name, 0);
+    groups_.world()->broadcast(bytes)->wait();
+    return tensor;
+  }
+
+ private:
+  absl::StatusOr<at::Tensor> read(const Expected& expected) const {
+    FS_ASSIGN_OR_RETURN(at::Tensor tensor, source_(expected.name));
+    FS_RETURN_IF_ERROR(check(expected, tensor, options_.cast_dtypes));
+    return tensor;
+  }
+
+  const ProcessGroups& groups_;
+  const TensorSource& source_;
+  const LoadOptions& options_;
+  const bool broadcasts_;
+};
+
+}  // namespace
+
+std::vector<std::string> ShardedModule::state_dict_names() const {
+  std::vector<std::string> names;
+  collect_names(*module_, "", names);
+  return names;
+}
+
+absl::Status ShardedModule::full_state_dict(
+    const TensorSink& sink, bool all_ranks,
+    const std::function<absl::Status()>& finish) const {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  const bool receives = all_ranks || groups().rank() == 0;
+  absl::Status status;
+  auto send = [&](const std::string& name, const at::Tensor& tensor) {
+    if (receives && status.ok()) status = sink(name, tensor);
+  };
+  try {
+    for (const auto& unit : state_->units()) {
+      for (const auto& flat : unit->flats) {
+        const at::Tensor full = internal::gather_shards(
+            *flat, flat->master_shard(), *state_->shard_group(), "all_gather");
+        for (size_t i = 0; i < flat->parameters().size(); ++i) {
+          const at::Tensor view = flat->view_of(full, i);
+          send(flat->parameters()[i].name, view);
+          for (const std::string& alias : flat->parameters()[i].aliases) {
+            send(alias, view);
+          }
+        }
+      }
+    }
+    for (const std::string& name : whole_->names()) {
+      send(name, whole_->value(name));
+    }
+    if (receives && status.ok() && finish) status = finish();
+    const int64_t failed = maximum(groups(), status.ok() ? 0 : 1,
+                                   "all_reduce of the state dict's end");
+    if (status.ok() && failed != 0) {
+      status = absl::AbortedError(
+          "full_state_dict failed on another rank; see its message");
+    }
+  } catch (const c10::Error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("full_state_dict: ", error.what_without_backtrace()));
+  }
+  return status;
+}
+
+absl::Status ShardedModule::load_full_state_dict(const TensorSource& source,
+                                                 const LoadOptions& options) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  const Loader loader(groups(), source, options);
+  try {
+    state_->begin_update();
+    for (const auto& unit : state_->units()) {
+      for (const auto& flat : unit->flats) {
+        for (size_t i = 0; i < flat->parameters().size(); ++i) {
+          const auto& original = flat->parameters()[i];
+          if (!loader.wants(original.name)) continue;
+          FS_ASSIGN_OR_RETURN(
+              const at::Tensor full,
+              loader.get({"parameter", original.name, original.tensor.sizes(),
+                          flat->state_dtype()}));
+          flat->load(i, full);
+        }
+      }
+    }
+    for (const std::string& name : whole_->names()) {
+      if (!loader.wants(name)) continue;
+      const at::Tensor value = whole_->value(name);
+      FS_ASSIGN_OR_RETURN(
+          const at::Tensor full,
+          loader.get({"tensor", name, value.sizes(), value.scalar_type()}));
+      FS_RETURN_IF_ERROR(whole_->load(name, full));
+    }
+  } catch (const c10::Error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("load_full_state_dict: ", error.what_without_backtrace()));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace fullshard
