@@ -42,8 +42,11 @@ absl::StatusOr<std::optional<at::ScalarType>> parse_half_dtype(
   if (config.mixed_precision_dtype == "bf16") {
     return std::optional<at::ScalarType>(at::kBFloat16);
   }
+  if (config.mixed_precision_dtype == "fp16") {
+    return std::optional<at::ScalarType>(at::kHalf);
+  }
   return absl::InvalidArgumentError(
-      absl::StrCat("mixed_precision_dtype: expected bf16, or "
+      absl::StrCat("mixed_precision_dtype: expected bf16, fp16, or "
                    "enable_mixed_precision_training=false for fp32; got '",
                    config.mixed_precision_dtype, "'"));
 }
@@ -124,6 +127,10 @@ absl::Status Strategy::run_setup(const std::string& run_dir,
   adamw.lr = config_.learning_rate;
   adamw.weight_decay = config_.weight_decay;
   optimizer_ = std::make_unique<ShardedAdamW>(*sharded_, adamw);
+  if (step_options_.autocast_dtype == at::kHalf) {
+    scaler_ = std::make_unique<ShardedGradScaler>(*sharded_);
+    step_options_.scaler = scaler_.get();
+  }
   FS_ASSIGN_OR_RETURN(
       schedule_, LrSchedule::create(config_.lr_scheduler_type, total_steps_,
                                     config_.warmup_ratio));
@@ -179,10 +186,11 @@ void Strategy::cast_frozen_vision_tower() {
       stage_trains_vision(config_.stage)) {
     return;
   }
-  model_->vision_tower()->to(model_->half_dtype());
+  const at::ScalarType half = *parse_half_dtype(config_).value();
+  model_->vision_tower()->to(half);
   if (groups_.rank() == 0) {
     log_info(absl::StrCat("the frozen vision tower is stored as ",
-                          at::toString(model_->half_dtype())));
+                          at::toString(half)));
   }
 }
 

@@ -15,6 +15,7 @@
 #include "fullshard/models/vision_language_model.h"
 #include "fullshard/optim/lr_schedule.h"
 #include "fullshard/optim/sharded_adamw.h"
+#include "fullshard/precision/sharded_grad_scaler.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/training_step.h"
 
@@ -157,6 +158,7 @@ class Strategy {
   int64_t total_steps_ = 0;
   std::optional<FullyShardedModule<VisionLanguageModel>> sharded_;
   std::unique_ptr<ShardedAdamW> optimizer_;
+  std::unique_ptr<ShardedGradScaler> scaler_;  // For fp16.
   std::optional<LrSchedule> schedule_;
   TrainingStepOptions step_options_;
 };

@@ -48,7 +48,8 @@ void for_each_field(Config& config, F f) {
     "recompute activations of the language model's layers");
   f("enable_mixed_precision_training", s.enable_mixed_precision_training,
     "compute in mixed_precision_dtype; false: fp32");
-  f("mixed_precision_dtype", s.mixed_precision_dtype, "bf16");
+  f("mixed_precision_dtype", s.mixed_precision_dtype,
+    "bf16, or fp16 with loss scaling");
   f("reduce_in_full_precision", s.reduce_in_full_precision,
     "reduce gradients in fp32");
   f("loss_weighting", s.loss_weighting,

@@ -87,7 +87,7 @@ double loss_scale(const TrainingStepOptions& options,
 
 }  // namespace
 
-StepResult training_step(Model& model, ShardedAdamW& optimizer,
+StepResult training_step(Model& model, ShardedOptimizer& optimizer,
                          const LrSchedule& schedule,
                          const TrainingStepOptions& options, int64_t step,
                          const std::vector<VlmBatch>& micro_batches,
@@ -105,17 +105,23 @@ StepResult training_step(Model& model, ShardedAdamW& optimizer,
                                          micro_batches.size(),
                                          groups.world_size());
     }
-    loss.backward();
+    (options.scaler != nullptr ? options.scaler->scale(loss) : loss).backward();
     local_loss += loss.item<double>();
   }
 
   StepResult result;
+  if (options.scaler != nullptr) options.scaler->unscale();
   result.gradient_norm = model.clip_grad_norm(
       options.max_grad_norm > 0 ? options.max_grad_norm
                                 : std::numeric_limits<double>::infinity());
   result.learning_rate = options.learning_rate * schedule.factor(step);
   optimizer.set_lr(result.learning_rate);
-  optimizer.step();
+  if (options.scaler != nullptr) {
+    result.left_out = !options.scaler->step(optimizer);
+    options.scaler->update();
+  } else {
+    optimizer.step();
+  }
   optimizer.zero_grad();
 
   result.loss = sum_over_ranks(groups, {local_loss})[0] / groups.world_size();

@@ -9,7 +9,8 @@
 #include "fullshard/data/batch.h"
 #include "fullshard/models/vision_language_model.h"
 #include "fullshard/optim/lr_schedule.h"
-#include "fullshard/optim/sharded_adamw.h"
+#include "fullshard/optim/sharded_optimizer.h"
+#include "fullshard/precision/sharded_grad_scaler.h"
 #include "fullshard/sharding/fully_shard.h"
 
 namespace fullshard {
@@ -28,6 +29,7 @@ struct TrainingStepOptions {
   double max_grad_norm = 1;  // 0: no clipping.
   LossWeighting loss_weighting = LossWeighting::kMean;
   std::optional<at::ScalarType> autocast_dtype;
+  ShardedGradScaler* scaler = nullptr;  // Null: losses are not scaled.
 };
 
 struct StepResult {
@@ -37,6 +39,7 @@ struct StepResult {
   int64_t num_examples = 0;  // Of all ranks.
   int64_t num_targets = 0;   // Of all ranks.
   bool stop = false;         // Some rank asked to stop.
+  bool left_out = false;     // A gradient was infinite; nothing was updated.
 };
 
 // Runs optimizer step number `step` (from 0) over this rank's micro-batches of
@@ -46,7 +49,8 @@ struct StepResult {
 // wish; the result is the same on all of them.
 // Errors: c10::Error of the model or of a peer.
 StepResult training_step(FullyShardedModule<VisionLanguageModel>& model,
-                         ShardedAdamW& optimizer, const LrSchedule& schedule,
+                         ShardedOptimizer& optimizer,
+                         const LrSchedule& schedule,
                          const TrainingStepOptions& options, int64_t step,
                          const std::vector<VlmBatch>& micro_batches, bool stop);
 

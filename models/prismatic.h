@@ -40,7 +40,6 @@ class Prismatic final : public VisionLanguageModel {
   std::shared_ptr<torch::nn::Module> vision_tower() override {
     return featurizer_;
   }
-  at::ScalarType half_dtype() const override { return at::kBFloat16; }
   bool vision_frozen() const override { return vision_frozen_; }
 
   LossTerms forward(const VlmBatch& batch) override;

@@ -50,8 +50,6 @@ class VisionLanguageModel : public torch::nn::Module {
   // model. All are Checkpointable.
   virtual ModuleList checkpoint_modules() = 0;
   virtual std::shared_ptr<torch::nn::Module> vision_tower() = 0;
-  // The type in which a frozen vision tower may be stored.
-  virtual at::ScalarType half_dtype() const = 0;
   virtual bool vision_frozen() const = 0;
 
   virtual LossTerms forward(const VlmBatch& batch) = 0;

@@ -1,10 +1,9 @@
 #include "fullshard/optim/shard_runs.h"
 
 #include "ATen/ops/empty_strided.h"
-#include "ATen/ops/full.h"
 #include "ATen/ops/view_as_real.h"
 #include "absl/strings/str_cat.h"
-#include "fullshard/core/watchdog.h"
+#include "fullshard/core/max_over_ranks.h"
 
 namespace fullshard::internal {
 
@@ -61,17 +60,8 @@ void copy_local_part(const FlatParameter& flat, size_t index,
 
 absl::Status agree(const ShardedState& state, const absl::Status& own,
                    const char* what) {
-  const ProcessGroups& groups = state.groups();
-  if (groups.world_size() == 1) return own;
-  at::Tensor failed =
-      at::full({1}, own.ok() ? 0 : 1,
-               at::TensorOptions(groups.device()).dtype(at::kLong));
-  std::vector<at::Tensor> tensors = {failed};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  CollectiveScope scope(what, nullptr, 0);
-  groups.world()->allreduce(tensors, options)->wait();
-  if (own.ok() && failed.item<int64_t>() != 0) {
+  const int64_t failed = max_over_ranks(state.groups(), own.ok() ? 0 : 1, what);
+  if (own.ok() && failed != 0) {
     return absl::AbortedError(
         absl::StrCat(what, " failed on another rank; see its message"));
   }

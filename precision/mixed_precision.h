@@ -35,6 +35,9 @@ struct MixedPrecision {
   std::optional<at::ScalarType> output_dtype;
   // Cast floating inputs of the root's forward to param_dtype.
   bool cast_forward_inputs = true;
+  // Without gradients, and while the module is in eval mode, compute as if the
+  // policy said nothing. To change over, units are laid out in memory anew.
+  bool full_precision_in_eval = false;
   // Modules whose own parameters and buffers stay as they are.
   std::function<bool(const torch::nn::Module&)> keep_full_precision =
       is_batch_norm;

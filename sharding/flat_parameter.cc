@@ -62,7 +62,8 @@ FlatParameter::FlatParameter(std::string unit_name,
                              const Placement& placement)
     : unit_name_(std::move(unit_name)),
       parameters_(std::move(parameters)),
-      placement_(placement) {}
+      placement_(placement),
+      policy_dtype_(placement.compute_dtype) {}
 
 void FlatParameter::detach() {
   page_out();
@@ -124,6 +125,11 @@ void FlatParameter::take_parameters() {
                                            : placement_.device)
           .dtype(c10::toRealValueType(dtype))
           .pinned_memory(placement_.offload && !placement_.device.is_cpu()));
+  make_storages();
+  for (size_t i = 0; i < parameters_.size(); ++i) replace_parameter(i);
+}
+
+void FlatParameter::make_storages() {
   sharded_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
                                 placement_.device);
   make_throwing(sharded_,
@@ -133,7 +139,16 @@ void FlatParameter::take_parameters() {
                              "full_state_dict() to read or save them"));
   slot_ = make_owned_storage(static_cast<size_t>(padded_bytes()), *this,
                              placement_.device);
-  for (size_t i = 0; i < parameters_.size(); ++i) replace_parameter(i);
+}
+
+void FlatParameter::set_full_precision(bool value) {
+  placement_.compute_dtype = value ? storage_dtype() : policy_dtype_;
+  if (!is_complex()) parameter_dtype_ = placement_.compute_dtype;
+  make_storages();
+  for (const OriginalParameter& original : parameters_) {
+    original.tensor.unsafeGetTensorImpl()->set_storage_and_dtype(
+        sharded_, c10::scalarTypeToTypeMeta(parameter_dtype_));
+  }
 }
 
 void FlatParameter::replace_parameter(size_t index) {
@@ -213,13 +228,19 @@ void FlatParameter::share_master(char* gathered, const at::Tensor& memory) {
 }
 
 void FlatParameter::own_master() {
-  if (shared_place_ != master_.const_data_ptr()) return;
+  if (shared_place_ == nullptr || shared_place_ != master_.const_data_ptr())
+    return;
   c10::DataPtr own = c10::GetCPUAllocator()->allocate(master_.nbytes());
   std::memcpy(own.get(), shared_place_, master_.nbytes());
   master_.unsafeGetTensorImpl()
       ->unsafe_storage()
       .unsafeGetStorageImpl()
       ->set_data_ptr_noswap(std::move(own));
+}
+
+void FlatParameter::leave_shared_memory() {
+  own_master();
+  shared_place_ = nullptr;
 }
 
 bool FlatParameter::owns_master() const {

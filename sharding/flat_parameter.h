@@ -88,10 +88,18 @@ class FlatParameter final : public StorageOwner {
   // parameter's shape and any dtype.
   void load(size_t index, const at::Tensor& full);
 
+  // From now on gathers in the storage dtype, or in the compute dtype again.
+  // The layout does not change. Requires: sharded; the transport is made anew.
+  void set_full_precision(bool value);
+
   // --- shared master shard; see [Note: Shared master shards]
   // Moves the master shard to its place in the gathered memory, kept alive by
   // `memory`. Whoever has a view of it sees it move.
   void share_master(char* gathered, const at::Tensor& memory);
+  // Moves it back to memory of this rank's own; its shared place stays.
+  void own_master();
+  // The same, and gives up the shared place.
+  void leave_shared_memory();
   // Copies a master shard that was moved back to its shared place.
   void publish_master();
   // Whether the shared place holds its values.
@@ -180,9 +188,8 @@ class FlatParameter final : public StorageOwner {
 
  private:
   void take_parameters();
+  void make_storages();
   bool owns_master() const;
-  // Moves a shared master shard back to memory of this rank's own.
-  void own_master();
   // Copies a gradient that needs no conversion, but for its own part, which is
   // appended to `own`.
   void copy_gradient(size_t index, const char* from, char* buffer,
@@ -200,7 +207,8 @@ class FlatParameter final : public StorageOwner {
 
   const std::string unit_name_;
   std::vector<OriginalParameter> parameters_;
-  const Placement placement_;
+  Placement placement_;
+  const at::ScalarType policy_dtype_;  // Compute dtype without full precision.
   ShardLayout layout_;
   at::ScalarType parameter_dtype_ = at::kFloat;  // While sharded.
   int64_t element_width_ = 1;                    // Real elements in one.

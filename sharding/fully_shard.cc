@@ -67,6 +67,7 @@ absl::Status ShardedModule::shard(std::shared_ptr<torch::nn::Module> module,
 
 ShardedModule::ForwardScope::ForwardScope(const ShardedModule& sharded)
     : state_(sharded.state_), exceptions_(std::uncaught_exceptions()) {
+  sharded.choose_precision();
   state_->begin_forward();
 }
 
@@ -78,8 +79,26 @@ ShardedModule::ForwardScope::~ForwardScope() noexcept(false) {
   }
 }
 
-const MixedPrecision& ShardedModule::mixed_precision() const {
-  return state_->options().mixed_precision;
+// Evaluation in full precision, if asked for. All ranks are in the same mode.
+void ShardedModule::choose_precision() const {
+  if (!state_->options().mixed_precision.full_precision_in_eval) return;
+  const bool full = !at::GradMode::is_enabled() && !module_->is_training();
+  if (full == state_->full_precision()) return;
+  state_->set_full_precision(full);
+  whole_->set_full_precision(full);
+}
+
+std::optional<at::ScalarType> ShardedModule::input_dtype() const {
+  const MixedPrecision& policy = state_->options().mixed_precision;
+  if (!policy.cast_forward_inputs || state_->full_precision()) {
+    return std::nullopt;
+  }
+  return policy.param_dtype;
+}
+
+std::optional<at::ScalarType> ShardedModule::output_dtype() const {
+  if (state_->full_precision()) return std::nullopt;
+  return state_->options().mixed_precision.output_dtype;
 }
 
 // --- gradients

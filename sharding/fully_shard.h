@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -284,9 +285,13 @@ class ShardedModule {
     std::shared_ptr<internal::ShardedState> state_;
     const int exceptions_;
   };
-  const MixedPrecision& mixed_precision() const;
+  // To which inputs and outputs of this forward are cast; unset: not at all.
+  std::optional<at::ScalarType> input_dtype() const;
+  std::optional<at::ScalarType> output_dtype() const;
 
  private:
+  void choose_precision() const;
+
   std::shared_ptr<internal::ShardedState> state_;
   std::shared_ptr<internal::WholeTensors> whole_;
   std::shared_ptr<torch::nn::Module> module_;
@@ -326,15 +331,14 @@ class FullyShardedModule final : public ShardedModule {
           std::forward<Args>(args)...);
     } else {
       ForwardScope scope(*this);
-      const MixedPrecision& policy = mixed_precision();
       std::tuple<std::decay_t<Args>...> inputs(std::forward<Args>(args)...);
-      if (policy.cast_forward_inputs) cast_floating(inputs, policy.param_dtype);
+      cast_floating(inputs, input_dtype());
       using Result = decltype(std::apply(fn, std::move(inputs)));
       if constexpr (std::is_void_v<Result>) {
         std::apply(fn, std::move(inputs));
       } else {
         std::decay_t<Result> outputs = std::apply(fn, std::move(inputs));
-        cast_floating(outputs, policy.output_dtype);
+        cast_floating(outputs, output_dtype());
         return outputs;
       }
     }

@@ -1,5 +1,6 @@
 #include "fullshard/sharding/gradient_reducer.h"
 
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -22,6 +23,19 @@ GradientReducer::GradientReducer(
                        (replicate_group ? replicate_group->getSize() : 1))),
       replicate_group_(std::move(replicate_group)),
       options_(options) {}
+
+double predivide_factor(double divide_factor) {
+  double factor = 1;
+  while (std::fmod(divide_factor, factor) == 0 &&
+         divide_factor / factor > factor) {
+    factor *= 2;
+  }
+  return factor;
+}
+
+double GradientReducer::predivide(const Unit& unit) const {
+  return unit.reduce_dtype == at::kHalf ? predivide_factor(1 / scale_) : 1;
+}
 
 bool GradientReducer::has_replicas() const {
   return (replicate_group_ && replicate_group_->getSize() > 1) ||
@@ -50,6 +64,16 @@ void GradientReducer::reduce(Unit& unit,
     write(unit, gradients, buffer, /*accumulate=*/false, &pending.own);
   } else {
     write(unit, gradients, buffer, /*accumulate=*/false, nullptr);
+  }
+  if (!transport_.sums_in_float() && predivide(unit) != 1) {
+    for (size_t i = 0; i < unit.flats.size(); ++i) {
+      const FlatParameter& flat = *unit.flats[i];
+      if (!flat.placement().trainable) continue;
+      at::from_blob(
+          buffer + unit.reduce_offset(i), {flat.layout().padded()},
+          at::TensorOptions(flat.placement().device).dtype(unit.reduce_dtype))
+          .div_(predivide(unit));
+    }
   }
   transport_.start_reduce(unit, kept_some || !gradients.empty());
   unit.reduced_this_backward = true;
@@ -125,7 +149,7 @@ void GradientReducer::finish_oldest() {
     if (!flat.placement().trainable) continue;
     Transport::Reduced out;
     out.flat = i;
-    out.scale = scale_;
+    out.scale = transport_.sums_in_float() ? scale_ : scale_ * predivide(unit);
     out.own = std::move(pending.own[i]);
     if (flat.placement().offload) {
       out.shard = at::empty({flat.layout().chunk},
@@ -152,6 +176,7 @@ void GradientReducer::note_reduced(Unit& unit) const {
 
 void GradientReducer::finish_with_replicas(Pending& pending) {
   Unit& unit = *pending.unit;
+  const double scale = transport_.sums_in_float() ? 1 / predivide(unit) : 1;
   std::vector<Transport::Reduced> sums;
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     const FlatParameter& flat = *unit.flats[i];
@@ -160,8 +185,7 @@ void GradientReducer::finish_with_replicas(Pending& pending) {
                     at::empty({flat.layout().chunk},
                               at::TensorOptions(flat.placement().device)
                                   .dtype(unit.reduce_dtype)),
-                    /*scale=*/1, /*accumulate=*/false,
-                    std::move(pending.own[i])});
+                    scale, /*accumulate=*/false, std::move(pending.own[i])});
   }
   // A replica that did not use the unit still takes part, with zeros.
   if (!transport_.finish_reduce(unit, sums)) {
@@ -184,7 +208,7 @@ void GradientReducer::add_to_gradient(Unit& unit, size_t index,
     return;
   }
   kept_back = at::Tensor();
-  double scale = options_.reduce_hook ? 1 : scale_;
+  double scale = options_.reduce_hook ? 1 : scale_ * predivide(unit);
   if (options_.all_reduce_hook) {
     options_.all_reduce_hook(unit.name, sum);
     scale = 1;

@@ -14,6 +14,11 @@
 
 namespace fullshard::internal {
 
+// By what gradients in half precision are divided before they are summed, so
+// that the sum cannot overflow; by divide_factor over this after it. About the
+// square root of `divide_factor`. (torch.distributed: default_hooks.)
+double predivide_factor(double divide_factor);
+
 // Turns the local gradients of a unit into this rank's gradient shard: the sum
 // over all ranks of the shard and replicate groups, divided by their number.
 //
@@ -55,6 +60,7 @@ class GradientReducer {
   };
 
   bool has_replicas() const;
+  double predivide(const Unit& unit) const;
   void make_room();
   void finish_oldest();
   void reduce_by_hook(Unit& unit, const std::vector<at::Tensor>& gradients);

@@ -85,12 +85,6 @@ absl::Status ShardedState::set_trainable(const Which& which, bool value) {
   record_order_anew();
   start_order_anew();
   make_transport();
-  // The new transport has moved all master shards to shared memory.
-  for (const auto& unit : units_) {
-    for (const auto& flat : unit->flats) {
-      if (flat->handed_out()) flat->hand_out_master();
-    }
-  }
   return absl::OkStatus();
 }
 

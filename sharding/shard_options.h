@@ -28,6 +28,9 @@ enum class ShardingStrategy {
 };
 
 // What a unit may have of its own. Given as the rest of ShardOptions says.
+// Inputs are cast at the root only: modules of LibTorch have no forward hooks,
+// so a unit with a param_dtype of its own casts in its forward, or runs under
+// autocast.
 struct UnitOptions {
   // As in MixedPrecision.
   std::optional<at::ScalarType> param_dtype;

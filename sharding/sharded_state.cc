@@ -90,6 +90,9 @@ ShardedState::ShardedState(ProcessGroups groups, const ShardOptions& options,
 void ShardedState::make_transport() {
   reducer_.reset();
   transport_.reset();
+  for (const auto& unit : units_) {
+    for (const auto& flat : unit->flats) flat->leave_shared_memory();
+  }
   transport_ = uses_shared_memory(shard_group_)
                    ? make_shared_memory_transport(
                          *ProcessGroups::shm(shard_group_), units_)
@@ -98,6 +101,11 @@ void ShardedState::make_transport() {
       *transport_, shard_group_->getSize(), replicate_group_, options_);
   reducer_->set_all_reduce(all_reduce_);
   reducer_->set_on_reduced(on_reduced_);
+  for (const auto& unit : units_) {
+    for (const auto& flat : unit->flats) {
+      if (flat->handed_out()) flat->own_master();
+    }
+  }
   gathers_communicate_ =
       shard_group_->getSize() > 1 &&
       std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
@@ -117,6 +125,16 @@ void ShardedState::attach_sinks(Unit& unit) {
     flat->attach_sink(unit.sink, num_inputs);
     num_inputs += static_cast<uint32_t>(flat->parameters().size());
   }
+}
+
+void ShardedState::set_full_precision(bool value) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  begin_update();
+  for (const auto& unit : units_) {
+    for (const auto& flat : unit->flats) flat->set_full_precision(value);
+  }
+  full_precision_ = value;
+  make_transport();
 }
 
 ShardedState::~ShardedState() {

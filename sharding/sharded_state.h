@@ -71,6 +71,10 @@ class ShardedState final : public BackwardObserver,
   // unit; then nothing has changed.
   absl::Status set_trainable(
       const std::function<bool(const std::string& name)>& which, bool value);
+  // From now on gathers in the storage dtype, or as the policy says again.
+  // Collective.
+  void set_full_precision(bool value);
+  bool full_precision() const { return full_precision_; }
   void add_observer(LayoutObserver* observer);
   void remove_observer(LayoutObserver* observer);
   // Call before writing to master shards. Returns when no rank reads them any
@@ -206,6 +210,7 @@ class ShardedState final : public BackwardObserver,
   Unit* last_touched_ = nullptr;
   bool gradient_sync_ = true;
   bool all_reduce_ = true;
+  bool full_precision_ = false;
   bool joining_ = false;
   bool shadowing_ = false;
   std::function<void(Unit& unit)> on_reduced_;

@@ -149,6 +149,7 @@ class SharedMemoryTransport final : public Transport {
     return static_cast<int>(reduce_buffers_.size()) - 1;
   }
 
+  bool sums_in_float() const override { return true; }
   bool reads_own_gradients() const override { return true; }
 
   bool reduction_is_ready() const override {

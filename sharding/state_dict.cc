@@ -4,10 +4,10 @@
 #include <utility>
 
 #include "ATen/ops/empty.h"
-#include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
+#include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
 #include "fullshard/sharding/fully_shard.h"
@@ -31,18 +31,6 @@ void collect_names(torch::nn::Module& module, const std::string& prefix,
   for (const auto& child : module.named_children()) {
     collect_names(*child.value(), prefix + child.key() + ".", names);
   }
-}
-
-// The largest `value` of all ranks.
-int64_t maximum(const ProcessGroups& groups, int64_t value, const char* what) {
-  if (groups.world_size() == 1) return value;
-  std::vector<at::Tensor> tensors = {at::full(
-      {1}, value, at::TensorOptions(groups.device()).dtype(at::kLong))};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  CollectiveScope scope(what, nullptr, 0);
-  groups.world()->allreduce(tensors, options)->wait();
-  return tensors[0].item<int64_t>();
 }
 
 // What a tensor of a state dict must look like.
@@ -89,7 +77,8 @@ class Loader {
     if (!broadcasts_) return read(expected);
     absl::StatusOr<at::Tensor> own(at::Tensor{});
     if (groups_.rank() == 0) own = read(expected);
-    if (maximum(groups_, own.ok() ? 0 : 1, "all_reduce of a load") != 0) {
+    if (max_over_ranks(groups_, own.ok() ? 0 : 1, "all_reduce of a load") !=
+        0) {
       if (!own.ok()) return own;
       return absl::AbortedError(absl::StrCat(
           "load of '", expected.name, "' failed on rank 0; see its message"));
@@ -156,8 +145,8 @@ absl::Status ShardedModule::full_state_dict(
       send(name, whole_->value(name));
     }
     if (receives && status.ok() && finish) status = finish();
-    const int64_t failed = maximum(groups(), status.ok() ? 0 : 1,
-                                   "all_reduce of the state dict's end");
+    const int64_t failed = max_over_ranks(groups(), status.ok() ? 0 : 1,
+                                          "all_reduce of the state dict's end");
     if (status.ok() && failed != 0) {
       status = absl::AbortedError(
           "full_state_dict failed on another rank; see its message");

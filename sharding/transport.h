@@ -67,6 +67,8 @@ class Transport {
     // Where this rank's own gradients of the chunk lie; empty: in the buffer.
     std::vector<FlatParameter::Piece> own = {};
   };
+  // Whether sums are taken in float, whatever the reduce dtype.
+  virtual bool sums_in_float() const { return false; }
   // Whether finish_reduce takes Reduced::own into account.
   virtual bool reads_own_gradients() const { return false; }
   // Returns false, and leaves the shards alone, if no rank used the unit and

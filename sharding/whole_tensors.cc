@@ -13,6 +13,7 @@ WholeTensors::WholeTensors(torch::nn::Module& root, const ProcessGroups& groups,
                            const ShardOptions& options) {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
+  buffer_dtype_ = options.mixed_precision.buffer_dtype;
   visit(root, "", options);
   std::stable_partition(tensors_.begin(), tensors_.end(),
                         [](const Whole& whole) { return !whole.is_buffer; });
@@ -89,12 +90,28 @@ std::vector<at::Tensor> WholeTensors::ignored_parameters() const {
 at::Tensor WholeTensors::value(const std::string& name) const {
   for (const Whole& buffer : tensors_) {
     if (buffer.name != name) continue;
-    if (!buffer.original.defined()) return buffer.tensor;
+    if (!buffer.original.defined() || full_precision_) return buffer.tensor;
     return buffer.tensor._version() == buffer.version
                ? buffer.original
                : buffer.tensor.to(buffer.original.scalar_type());
   }
   return {};
+}
+
+void WholeTensors::set_full_precision(bool value) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  for (Whole& buffer : tensors_) {
+    if (!buffer.original.defined() || value == full_precision_) continue;
+    if (value) {
+      buffer.tensor.set_data(this->value(buffer.name));
+    } else {
+      buffer.original = buffer.tensor.clone();
+      buffer.tensor.set_data(buffer.tensor.to(*buffer_dtype_));
+      buffer.version = buffer.tensor._version();
+    }
+  }
+  full_precision_ = value;
 }
 
 absl::Status WholeTensors::load(const std::string& name,
@@ -108,7 +125,7 @@ absl::Status WholeTensors::load(const std::string& name,
           ", got ", c10::str(values.sizes())));
     }
     buffer.tensor.copy_(values);
-    if (buffer.original.defined()) {
+    if (buffer.original.defined() && !full_precision_) {
       buffer.original.copy_(values);
       buffer.version = buffer.tensor._version();
     }

@@ -1,6 +1,7 @@
 #ifndef FULLSHARD_SHARDING_WHOLE_TENSORS_H_
 #define FULLSHARD_SHARDING_WHOLE_TENSORS_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,9 @@ class WholeTensors {
   // none of that name.
   at::Tensor value(const std::string& name) const;
 
+  // Gives cast buffers their original dtype, or casts them again.
+  void set_full_precision(bool value);
+
   // Errors: kInvalidArgument naming the tensor if the shape differs.
   absl::Status load(const std::string& name, const at::Tensor& values);
 
@@ -46,6 +50,8 @@ class WholeTensors {
              const ShardOptions& options);
 
   std::vector<Whole> tensors_;
+  std::optional<at::ScalarType> buffer_dtype_;
+  bool full_precision_ = false;
 };
 
 }  // namespace fullshard::internal

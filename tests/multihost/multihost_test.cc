@@ -16,15 +16,11 @@ namespace fullshard {
 namespace {
 
 using testing::batch;
-using testing::expect_equal;
 using testing::layer_units;
-using testing::Mlp;
 using testing::NetHosts;
-using testing::plain_backward;
 using testing::RankOutcome;
 using testing::sgd;
 using testing::shard_mlp;
-using testing::state_of;
 
 // The cable and its namespaces last for the process; made once.
 const NetHosts* hosts() {
@@ -74,15 +70,7 @@ std::vector<RankOutcome> collect(
 void train_like_one_process(ProcessGroups& groups, ShardingStrategy strategy) {
   ShardOptions options = layer_units();
   options.strategy = strategy;
-  auto sharded = shard_mlp(groups, options);
-  Mlp plain;
-  for (int step = 0; step < 3; ++step) {
-    sharded.zero_grad(), plain.zero_grad();
-    sharded(batch(groups.rank())).sum().backward();
-    plain_backward(plain, groups.world_size());
-    sgd(sharded), sgd(plain);
-  }
-  expect_equal(state_of(sharded), state_of(plain));
+  testing::expect_trains_like_one_process(groups, options);
 }
 
 TEST(TwoHostsTest, SharedMemoryInsideGlooAcross) {

@@ -51,15 +51,7 @@ TEST_P(MeshTest, TrainsLikeOneProcess) {
                           ShardingStrategy::kHybridShardZero2}) {
       ShardOptions options = layer_units();
       options.strategy = strategy;
-      auto sharded = shard_mlp(groups, options);
-      Mlp plain;
-      for (int step = 0; step < 3; ++step) {
-        sharded.zero_grad(), plain.zero_grad();
-        sharded(batch(groups.rank())).sum().backward();
-        plain_backward(plain, groups.world_size());
-        sgd(sharded), sgd(plain);
-      }
-      expect_equal(state_of(sharded), state_of(plain));
+      testing::expect_trains_like_one_process(groups, options);
     }
   });
 }

@@ -123,6 +123,24 @@ inline void plain_backward(Mlp& plain, int num_ranks, int micro_batch = 0) {
   }
 }
 
+// Steps of a sharded Mlp, each rank with a batch of its own, leave what one
+// process that sees all batches has.
+inline void expect_trains_like_one_process(ProcessGroups& groups,
+                                           const ShardOptions& options) {
+  auto sharded = shard_mlp(groups, options);
+  Mlp plain;
+  for (int step = 0; step < 3; ++step) {
+    sharded.zero_grad(), plain.zero_grad();
+    sharded(batch(groups.rank())).sum().backward();
+    plain_backward(plain, groups.world_size());
+    sgd(sharded), sgd(plain);
+    at::NoGradGuard no_grad;  // Also right between steps.
+    EXPECT_TRUE(
+        at::allclose(sharded(batch(0)), plain.forward(batch(0)), 1e-5, 1e-6));
+  }
+  expect_equal(state_of(sharded), state_of(plain));
+}
+
 }  // namespace testing
 }  // namespace fullshard
 

@@ -96,10 +96,10 @@ TEST(ParametersTest, EveryShapeAndKindTrainsLikeUnsharded) {
 TEST(ParametersTest, StateDictNamesAreThoseOfTheModule) {
   testing::run_ranks(2, [](ProcessGroups& groups) {
     auto sharded = fully_shard(std::make_shared<Odd>(), groups).value();
-    EXPECT_THAT(
-        sharded.state_dict_names(),
-        ::testing::ElementsAre("scalar", "one", "transposed", "conv", "empty",
-                               "bytes", "phase", "rotation", "unused", "stats"));
+    EXPECT_THAT(sharded.state_dict_names(),
+                ::testing::ElementsAre("scalar", "one", "transposed", "conv",
+                                       "empty", "bytes", "phase", "rotation",
+                                       "unused", "stats"));
   });
 }
 

@@ -10,32 +10,11 @@ namespace {
 
 using testing::batch;
 using testing::CountingBackend;
-using testing::expect_equal;
+using testing::expect_trains_like_one_process;
 using testing::layer_units;
-using testing::Mlp;
-using testing::plain_backward;
 using testing::run_ranks;
 using testing::RunRanksOptions;
-using testing::sgd;
 using testing::shard_mlp;
-using testing::state_of;
-
-void expect_trains_like_one_process(ProcessGroups& groups,
-                                    const ShardOptions& options) {
-  auto sharded = shard_mlp(groups, options);
-  Mlp plain;
-  for (int step = 0; step < 3; ++step) {
-    sharded.zero_grad(), plain.zero_grad();
-    sharded(batch(groups.rank())).sum().backward();
-    plain_backward(plain, groups.world_size());
-    sgd(sharded), sgd(plain);
-    EXPECT_FALSE(groups.rank() == 0 && sharded.memory_use().total() == 0);
-    at::NoGradGuard no_grad;  // Values of the last step, not of kept parts.
-    EXPECT_TRUE(
-        at::allclose(sharded(batch(0)), plain.forward(batch(0)), 1e-5, 1e-6));
-  }
-  expect_equal(state_of(sharded), state_of(plain));
-}
 
 TEST(ReshardGroupTest, TrainsLikeOneProcess) {
   for (const char* backend : {"gloo", "shm"}) {

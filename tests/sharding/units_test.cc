@@ -12,15 +12,12 @@ namespace {
 
 using testing::batch;
 using ::testing::ElementsAre;
-using testing::expect_equal;
 using ::testing::HasSubstr;
 using testing::layer_units;
 using testing::Mlp;
-using testing::plain_backward;
 using testing::run_ranks;
 using testing::sgd;
 using testing::shard_mlp;
-using testing::state_of;
 
 std::vector<std::string> unit_names(const ShardedModule& sharded) {
   std::vector<std::string> names;
@@ -112,14 +109,7 @@ TEST(UnitsTest, OptionsOfOneUnit) {
             EXPECT_EQ(unit->reduce_dtype,
                       unit->name == "l2" ? at::kDouble : at::kFloat);
           }
-          Mlp plain;
-          for (int step = 0; step < 3; ++step) {
-            sharded.zero_grad(), plain.zero_grad();
-            sharded(batch(groups.rank())).sum().backward();
-            plain_backward(plain, groups.world_size());
-            sgd(sharded), sgd(plain);
-          }
-          expect_equal(state_of(sharded), state_of(plain));
+          testing::expect_trains_like_one_process(groups, mixed_units());
         },
         run);
   }

@@ -9,7 +9,7 @@
 #include "fullshard/tests/testing/counting_backend.h"
 #include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
-#include "torch/nn/modules/embedding.h"
+#include "torch/csrc/autograd/forward_grad.h"
 
 namespace fullshard {
 namespace {
@@ -215,6 +215,34 @@ TEST(UserCasesTest, EncoderDecoderWithRootParameters) {
       counted.backend->gathered.clear();
     }
   });
+}
+
+// --- forward-mode automatic differentiation
+
+TEST(UserCasesTest, TangentsOfInputs) {
+  for (const char* backend : {"shm", "gloo"}) {
+    RunRanksOptions run;
+    run.backend = backend;
+    run_ranks(
+        2,
+        [](ProcessGroups& groups) {
+          using torch::autograd::ForwardADLevel;
+          auto sharded = testing::shard_mlp(groups);
+          testing::Mlp plain;
+          const uint64_t level = ForwardADLevel::get_next_idx();
+          const at::Tensor x = at::_make_dual(
+              testing::batch(0), at::ones({2, 5}), static_cast<int64_t>(level));
+          const auto [got, got_tangent] =
+              at::_unpack_dual(sharded(x), static_cast<int64_t>(level));
+          const auto [value, tangent] =
+              at::_unpack_dual(plain.forward(x), static_cast<int64_t>(level));
+          EXPECT_TRUE(at::allclose(got, value, 1e-5, 1e-6));
+          ASSERT_TRUE(got_tangent.defined());
+          EXPECT_TRUE(at::allclose(got_tangent, tangent, 1e-5, 1e-6));
+          ForwardADLevel::release_idx(level);
+        },
+        run);
+  }
 }
 
 // --- clipping

@@ -1,0 +1,19 @@
+#ifndef FULLSHARD_CORE_MAX_OVER_RANKS_H_
+#define FULLSHARD_CORE_MAX_OVER_RANKS_H_
+
+#include <cstdint>
+
+#include "fullshard/core/process_groups.h"
+
+namespace fullshard {
+
+// Returns the largest `value` of all ranks: with 0 and 1, whether any rank has
+// something to say.
+//
+// Collective. `what` names the call in the messages of a time-out.
+int64_t max_over_ranks(const ProcessGroups& groups, int64_t value,
+                       const char* what);
+
+}  // namespace fullshard
+
+#endif  // FULLSHARD_CORE_MAX_OVER_RANKS_H_
