@@ -66,6 +66,9 @@ absl::Status ShardedState::set_trainable(const Which& which, bool value) {
     if (*any) touched.push_back(unit.get());
   }
   if (touched.empty()) return absl::OkStatus();
+  // New flat parameters take over the policy's dtype, not that of evaluation.
+  const bool full_precision = full_precision_;
+  if (full_precision) set_full_precision(false);
   begin_update();
   for (Unit* unit : touched) {
     for (LayoutObserver* observer : observers_) {
@@ -85,6 +88,7 @@ absl::Status ShardedState::set_trainable(const Which& which, bool value) {
   record_order_anew();
   start_order_anew();
   make_transport();
+  if (full_precision) set_full_precision(true);
   return absl::OkStatus();
 }
 

@@ -4,8 +4,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <iostream>
-
 #include "fullshard/core/shm_backend.h"
 #include "fullshard/tests/sharding/mlp.h"
 #include "fullshard/tests/testing/net_hosts.h"
@@ -22,13 +20,24 @@ using testing::RankOutcome;
 using testing::sgd;
 using testing::shard_mlp;
 
-// The cable and its namespaces last for the process; made once.
-const NetHosts* hosts() {
-  static std::string reason;
-  static const std::unique_ptr<NetHosts> hosts = NetHosts::create(&reason);
-  if (!hosts) std::cout << "TWO HOSTS NOT RUN: " << reason << std::endl;
+// The cable and its namespaces last for the process; made once. Null, with why
+// in `reason`, where this machine does not allow them.
+const NetHosts* hosts(std::string* reason = nullptr) {
+  static std::string why_not;
+  static const std::unique_ptr<NetHosts> hosts = NetHosts::create(&why_not);
+  if (reason != nullptr) *reason = why_not;
   return hosts.get();
 }
+
+class TwoHostsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string reason;
+    if (hosts(&reason) == nullptr) {
+      GTEST_SKIP() << "TWO HOSTS NOT RUN: " << reason;
+    }
+  }
+};
 
 // How a scheduler may place ranks 0 to 3.
 enum class Placement { kBlocks, kCyclic };
@@ -73,8 +82,7 @@ void train_like_one_process(ProcessGroups& groups, ShardingStrategy strategy) {
   testing::expect_trains_like_one_process(groups, options);
 }
 
-TEST(TwoHostsTest, SharedMemoryInsideGlooAcross) {
-  if (!hosts()) GTEST_SKIP();
+TEST_F(TwoHostsTest, SharedMemoryInsideGlooAcross) {
   testing::expect_success(
       collect({Placement::kBlocks, "", 2}, [](ProcessGroups& groups) {
         EXPECT_EQ(groups.backend(), "shm+gloo");
@@ -85,8 +93,7 @@ TEST(TwoHostsTest, SharedMemoryInsideGlooAcross) {
       }));
 }
 
-TEST(TwoHostsTest, OneShardGroupOverBothHosts) {
-  if (!hosts()) GTEST_SKIP();
+TEST_F(TwoHostsTest, OneShardGroupOverBothHosts) {
   testing::expect_success(collect({}, [](ProcessGroups& groups) {
     EXPECT_EQ(ProcessGroups::shm(groups.shard_group()), nullptr);
     train_like_one_process(groups, ShardingStrategy::kFullShard);
@@ -94,8 +101,7 @@ TEST(TwoHostsTest, OneShardGroupOverBothHosts) {
 }
 
 // Ranks dealt out one host after the other: the replicas share memory then.
-TEST(TwoHostsTest, CyclicPlacement) {
-  if (!hosts()) GTEST_SKIP();
+TEST_F(TwoHostsTest, CyclicPlacement) {
   testing::expect_success(
       collect({Placement::kCyclic, "", 2}, [](ProcessGroups& groups) {
         EXPECT_EQ(ProcessGroups::shm(groups.shard_group()), nullptr);
@@ -104,8 +110,7 @@ TEST(TwoHostsTest, CyclicPlacement) {
       }));
 }
 
-TEST(TwoHostsTest, GlooEverywhere) {
-  if (!hosts()) GTEST_SKIP();
+TEST_F(TwoHostsTest, GlooEverywhere) {
   testing::expect_success(
       collect({Placement::kBlocks, "gloo", 2}, [](ProcessGroups& groups) {
         EXPECT_EQ(ProcessGroups::shm(groups.shard_group()), nullptr);
@@ -135,8 +140,7 @@ void train_until_failure(
   }
 }
 
-TEST(TwoHostsTest, AHostWhoseRanksDieIsNamed) {
-  if (!hosts()) GTEST_SKIP();
+TEST_F(TwoHostsTest, AHostWhoseRanksDieIsNamed) {
   const auto outcomes =
       collect({Placement::kBlocks, "", 2, std::chrono::milliseconds(3000)},
               [](ProcessGroups& groups) {
@@ -148,8 +152,7 @@ TEST(TwoHostsTest, AHostWhoseRanksDieIsNamed) {
   expect_line(outcomes[1], "no answer from ranks 2-3 on host host-b");
 }
 
-TEST(TwoHostsTest, AHostBehindACutCableIsNamed) {
-  if (!hosts()) GTEST_SKIP();
+TEST_F(TwoHostsTest, AHostBehindACutCableIsNamed) {
   const auto outcomes =
       collect({Placement::kBlocks, "", 2, std::chrono::milliseconds(3000)},
               [](ProcessGroups& groups) {

@@ -131,5 +131,33 @@ TEST(EvalPrecisionTest, BuffersThatChange) {
   });
 }
 
+TEST(EvalPrecisionTest, FreezingInBetweenKeepsThePolicy) {
+  run_ranks(2, [](ProcessGroups& groups) {
+    auto sharded = shard_mlp(groups, half(true));
+    Mlp plain;
+    sharded->eval();
+    {
+      at::NoGradGuard no_grad;
+      sharded(batch(0));
+    }
+    EXPECT_TRUE(
+        sharded
+            .set_trainable(
+                [](const std::string& name) { return name == "l0.bias"; },
+                false)
+            .ok());
+    {
+      at::NoGradGuard no_grad;
+      EXPECT_TRUE(
+          at::allclose(sharded(batch(0)), plain.forward(batch(0)), 0, 1e-6));
+    }
+    sharded->train();
+    const at::Tensor output = sharded(batch(0));
+    EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+    output.sum().backward();
+    expect_equal(state_of(sharded), state_of(plain), 0, 0);
+  });
+}
+
 }  // namespace
 }  // namespace fullshard
