@@ -226,6 +226,15 @@ void ShardedOptimizer::set_gradients(FlatState& flat_state) {
   flat_state.gradient = gradient;
 }
 
+void ShardedOptimizer::drop_gradients(FlatState& flat_state) {
+  for (Run& run : flat_state.runs) run.gradient = at::Tensor();
+  flat_state.gradient = at::Tensor();
+}
+
+void ShardedOptimizer::before_gradients_are_freed() {
+  for (FlatState& flat_state : flats_) drop_gradients(flat_state);
+}
+
 void ShardedOptimizer::set_steps(FlatState& flat_state,
                                  const std::vector<int64_t>& steps) {
   flat_state.clocks.clear();
@@ -258,9 +267,15 @@ void ShardedOptimizer::step() {
   const std::optional<at::Tensor> grad_scale = take_grad_scale();
   Batches batches;
   for (FlatState& flat_state : flats_) {
-    if (flat_state.flat->has_gradient()) collect(flat_state, batches);
+    FlatParameter& flat = *flat_state.flat;
+    if (!flat.has_gradient()) continue;
+    collect(flat_state, batches);
+    // Gradients in another dtype were converted: not of all units at once.
+    if (flat.gradient_shard().scalar_type() != flat.storage_dtype()) {
+      update_all(batches, grad_scale);
+    }
   }
-  for (auto& [key, batch] : batches) update(batch, grad_scale);
+  update_all(batches, grad_scale);
   for (FlatState& flat_state : flats_) {
     if (flat_state.flat->has_gradient()) flat_state.flat->note_update();
   }
@@ -281,13 +296,19 @@ void ShardedOptimizer::collect(FlatState& flat_state, Batches& batches) {
     batch.group = &groups_[run.group];
     batch.first_update = is_first;
     batch.parameters.push_back(run.parameter);
-    batch.gradients.push_back(run.gradient);
+    batch.gradients.push_back(run.gradient.to(run.parameter.scalar_type()));
     batch.steps.push_back(clock.step);
     batch.state.resize(run.state.size());
     for (size_t i = 0; i < run.state.size(); ++i) {
       batch.state[i].push_back(run.state[i]);
     }
   }
+}
+
+void ShardedOptimizer::update_all(Batches& batches,
+                                  const std::optional<at::Tensor>& grad_scale) {
+  for (auto& [key, batch] : batches) update(batch, grad_scale);
+  batches.clear();
 }
 
 void ShardedOptimizer::set_step_in_backward(bool value) {
@@ -308,19 +329,19 @@ void ShardedOptimizer::update_unit(const internal::Unit& unit) {
       collect(flat_state, batches);
     }
   }
-  for (auto& [key, batch] : batches) update(batch, std::nullopt);
-  batches.clear();
+  update_all(batches, std::nullopt);
   for (FlatState& flat_state : flats_) {
     FlatParameter& flat = *flat_state.flat;
     if (flat.unit != &unit || !flat.has_gradient()) continue;
     flat.note_update();
-    for (Run& run : flat_state.runs) run.gradient = at::Tensor();
-    flat_state.gradient = at::Tensor();
+    drop_gradients(flat_state);
     flat.free_gradient();
   }
 }
 
-void ShardedOptimizer::zero_grad() { state_->zero_grad(); }
+void ShardedOptimizer::zero_grad(bool set_to_none) {
+  state_->zero_grad(set_to_none);
+}
 
 void ShardedOptimizer::set_lr(double lr) {
   lr_ = lr;

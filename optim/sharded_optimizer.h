@@ -76,8 +76,8 @@ class ShardedOptimizer : private internal::LayoutObserver {
   //
   // Collective: all ranks, though nothing is exchanged.
   void step();
-  // Forgets all gradients; touches no memory.
-  void zero_grad();
+  // As ShardedModule::zero_grad.
+  void zero_grad(bool set_to_none = false);
   // On: a unit is updated as soon as backward has reduced its gradient, which
   // is freed then, so that a rank holds the gradients of about one unit. step()
   // has nothing left to do. Excludes clipping, and a second backward through a
@@ -178,12 +178,16 @@ class ShardedOptimizer : private internal::LayoutObserver {
 
   void before_layout_change(const internal::Unit& unit) override;
   void after_layout_change(const internal::Unit& unit) override;
+  void before_gradients_are_freed() override;
   FlatState make_state(internal::FlatParameter& flat) const;
   void make_groups();
   void check_groups() const;
   void make_runs(FlatState& flat_state) const;
   static void set_gradients(FlatState& flat_state);
+  static void drop_gradients(FlatState& flat_state);
   void collect(FlatState& flat_state, Batches& batches);
+  void update_all(Batches& batches,
+                  const std::optional<at::Tensor>& grad_scale);
   void update_unit(const internal::Unit& unit);
   void set_steps(FlatState& flat_state, const std::vector<int64_t>& steps);
   std::optional<at::Tensor> take_grad_scale();

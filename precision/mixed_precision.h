@@ -28,6 +28,9 @@ struct MixedPrecision {
   std::optional<at::ScalarType> param_dtype;
   // Dtype in which gradients are reduced. Default: param_dtype.
   std::optional<at::ScalarType> reduce_dtype;
+  // Keep gradient shards in the reduce dtype where that is smaller than the
+  // master's, for less memory. Micro-batches then add up in that dtype.
+  bool keep_low_precision_grads = false;
   // Dtype of floating buffers in forward. A state dict keeps their values in
   // the original dtype.
   std::optional<at::ScalarType> buffer_dtype;

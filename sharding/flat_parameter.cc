@@ -446,14 +446,17 @@ const at::Tensor& FlatParameter::gradient_shard() {
   if (!gradient_.defined()) {
     c10::InferenceMode ordinary_tensors(false);
     at::NoGradGuard no_grad;
-    gradient_ = at::zeros({layout_.chunk}, master_.options());
+    gradient_ = at::zeros(
+        {layout_.chunk},
+        master_.options().dtype(gradient_dtype_.value_or(storage_dtype())));
   }
   return gradient_;
 }
 
 void FlatParameter::free_gradient() {
   set_has_gradient(false);
-  if (local_parameters_.empty()) gradient_ = at::Tensor();
+  for (LocalParameter& local : local_parameters_) local.gradient = at::Tensor();
+  gradient_ = at::Tensor();
 }
 
 bool FlatParameter::has_gradient() {
@@ -479,6 +482,14 @@ void FlatParameter::set_has_gradient(bool value) {
 
 void FlatParameter::set_local_gradients() {
   for (LocalParameter& local : local_parameters_) {
+    if (has_gradient_ && !local.gradient.defined()) {
+      const ShardLayout::Range range =
+          layout_.local_range(local.index, placement_.shard_rank);
+      // Not a view for autograd: zero_grad() of torch::optim detaches it.
+      local.gradient = gradient_shard()
+                           .narrow(0, range.shard_offset, range.numel)
+                           .tensor_data();
+    }
     local.tensor.mutable_grad() = has_gradient_ ? local.gradient : at::Tensor();
   }
 }
@@ -499,10 +510,6 @@ FlatParameter::local_parameters() {
       local.tensor =
           master_.narrow(0, range.shard_offset, range.numel).detach();
       local.tensor.set_requires_grad(true);
-      // Not a view for autograd: zero_grad() of torch::optim detaches it.
-      local.gradient = gradient_shard()
-                           .narrow(0, range.shard_offset, range.numel)
-                           .tensor_data();
       local_parameters_.push_back(std::move(local));
     }
     set_local_gradients();

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -122,8 +123,13 @@ class FlatParameter final : public StorageOwner {
   // The gradient shard; allocated on first use. Defined values only if
   // has_gradient().
   const at::Tensor& gradient_shard();
-  bool has_gradient_memory() const { return gradient_.defined(); }
-  // Forgets the gradient and gives its memory back, unless a user has it.
+  // Default: the storage dtype. Call before gradient_shard().
+  void set_gradient_dtype(at::ScalarType dtype) { gradient_dtype_ = dtype; }
+  // Of the memory that it has now.
+  int64_t gradient_bytes() const {
+    return gradient_.defined() ? static_cast<int64_t>(gradient_.nbytes()) : 0;
+  }
+  // Forgets the gradient and gives its memory back.
   void free_gradient();
   // A torch::optim optimizer's zero_grad() resets the gradients of the local
   // parameters it was given: of all, then there is none; of some, then those
@@ -135,7 +141,7 @@ class FlatParameter final : public StorageOwner {
   struct LocalParameter {
     size_t index = 0;     // Into parameters().
     at::Tensor tensor;    // 1-D leaf over this rank's elements.
-    at::Tensor gradient;  // The same elements of the gradient shard.
+    at::Tensor gradient;  // The same elements of gradient_, once it exists.
   };
   // One per parameter of which this rank owns elements; created on first use,
   // then the same tensors forever. Takes the master shard out of shared memory.
@@ -216,6 +222,7 @@ class FlatParameter final : public StorageOwner {
 
   at::Tensor master_;
   char* shared_place_ = nullptr;  // Of a master shard that is or was shared.
+  std::optional<at::ScalarType> gradient_dtype_;
   at::Tensor gradient_;
   bool has_gradient_ = false;
   std::vector<LocalParameter> local_parameters_;

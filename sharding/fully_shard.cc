@@ -147,7 +147,9 @@ double ShardedModule::clip_grad_norm(double max_norm, double p) {
   return norm;
 }
 
-void ShardedModule::zero_grad() { state_->zero_grad(); }
+void ShardedModule::zero_grad(bool set_to_none) {
+  state_->zero_grad(set_to_none);
+}
 
 void ShardedModule::set_requires_gradient_sync(bool value) {
   state_->set_requires_gradient_sync(value);
@@ -264,7 +266,7 @@ MemoryUse ShardedModule::memory_use() const {
       const auto num_bytes =
           static_cast<int64_t>(flat->master_shard().nbytes());
       if (!shared || flat->handed_out()) use.masters += num_bytes;
-      if (flat->has_gradient_memory()) use.gradients += num_bytes;
+      use.gradients += flat->gradient_bytes();
     }
   }
   return use;

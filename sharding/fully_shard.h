@@ -105,7 +105,10 @@ class ShardedModule {
   // next step().
   // Errors: c10::Error if a peer fails.
   double clip_grad_norm(double max_norm, double p = 2);
-  void zero_grad();
+  // Forgets all gradients. The memory of gradient shards stays for the next
+  // backward, so that steps allocate nothing; with `set_to_none` it is freed,
+  // and a rank has its master shards and the optimizer's state.
+  void zero_grad(bool set_to_none = false);
 
   // While off, backward keeps unsharded gradients in the reduce dtype and does
   // not communicate; the next backward with it on reduces their sum.

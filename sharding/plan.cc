@@ -32,7 +32,8 @@ bool reshards_after_forward(const PlanUnit& unit, const PlanOptions& options) {
 // dtype and compute dtype.
 void add_flat(const std::vector<int64_t>& numels, bool trainable,
               at::ScalarType storage, at::ScalarType compute,
-              at::ScalarType reduced, int num_shards, Plan::Row& row) {
+              at::ScalarType reduced, const PlanOptions& options,
+              int num_shards, Plan::Row& row) {
   const ShardLayout layout =
       ShardLayout::compute(numels, size_of(compute), num_shards);
   int64_t numel = 0;
@@ -43,7 +44,13 @@ void add_flat(const std::vector<int64_t>& numels, bool trainable,
   row.storage_bytes += layout.padded() * size_of(storage);
   row.sharded_bytes += layout.chunk * size_of(storage);
   if (!trainable) return;
-  row.gradient_bytes += layout.chunk * size_of(storage);
+  row.trainable_bytes += layout.chunk * size_of(storage);
+  const int64_t gradient = options.keep_low_precision_grads
+                               ? std::min(size_of(reduced), size_of(storage))
+                               : size_of(storage);
+  row.gradient_bytes += layout.chunk * gradient;
+  row.autograd_bytes +=
+      layout.padded() * size_of(compute) + layout.chunk * size_of(reduced);
   row.reduce_bytes += layout.padded() * size_of(reduced);
 }
 
@@ -67,7 +74,8 @@ Plan::Row plan_unit(const PlanUnit& unit, const PlanOptions& options,
     const auto& [trainable, storage, compute] = key;
     const at::ScalarType reduced = unit.reduce_dtype.value_or(
         options.reduce_dtype.value_or(options.param_dtype.value_or(storage)));
-    add_flat(numels, trainable, storage, compute, reduced, num_shards, row);
+    add_flat(numels, trainable, storage, compute, reduced, options, num_shards,
+             row);
   }
   return row;
 }
@@ -107,6 +115,8 @@ void add(const Plan::Row& row, Plan::Row& total) {
   total.gradient_bytes += row.gradient_bytes;
   total.reduce_bytes += row.reduce_bytes;
   total.storage_bytes += row.storage_bytes;
+  total.trainable_bytes += row.trainable_bytes;
+  total.autograd_bytes += row.autograd_bytes;
   total.gathers_forward += row.gathers_forward;
   total.gathers_backward += row.gathers_backward;
   total.reduce_scatters += row.reduce_scatters;
@@ -116,12 +126,13 @@ void add(const Plan::Row& row, Plan::Row& total) {
 void add_memory(const std::vector<PlanUnit>& units, const PlanOptions& options,
                 int num_shards, Plan& plan) {
   int64_t largest = 0, enclosing = 0, staying = 0, largest_stored = 0,
-          largest_reduced = 0;
+          largest_reduced = 0, largest_autograd = 0;
   int64_t gathered = 0, reduced = 0;
   for (size_t i = 0; i < units.size(); ++i) {
     const Plan::Row& row = plan.rows[i];
     largest_stored = std::max(largest_stored, row.storage_bytes);
     largest_reduced = std::max(largest_reduced, row.reduce_bytes);
+    largest_autograd = std::max(largest_autograd, row.autograd_bytes);
     if (units[i].encloses_others) {
       enclosing += row.unsharded_bytes;
     } else if (!reshards_after_forward(units[i], options)) {
@@ -136,13 +147,13 @@ void add_memory(const std::vector<PlanUnit>& units, const PlanOptions& options,
   const Plan::Row& total = plan.total;
   // Units that stay from forward to backward have slots of their own.
   const int64_t slots = staying + 2 * largest + enclosing;
-  const int64_t optimizer = options.optimizer_states * total.gradient_bytes;
+  const int64_t optimizer = options.optimizer_states * total.trainable_bytes;
   plan.init_bytes = total.sharded_bytes + largest_stored;
   plan.forward_bytes = total.sharded_bytes + slots;
   plan.backward_bytes =
       plan.forward_bytes + total.gradient_bytes + 2 * largest_reduced;
   plan.step_bytes = total.sharded_bytes + total.gradient_bytes + optimizer;
-  plan.peak_bytes = plan.backward_bytes + optimizer;
+  plan.peak_bytes = plan.backward_bytes + largest_autograd + optimizer;
   plan.traffic_bytes = (gathered + reduced) / num_shards * (num_shards - 1);
 }
 

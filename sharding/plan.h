@@ -35,6 +35,7 @@ struct PlanOptions {
   ShardingStrategy strategy = ShardingStrategy::kFullShard;
   std::optional<at::ScalarType> param_dtype;   // As in MixedPrecision.
   std::optional<at::ScalarType> reduce_dtype;  // Default: param_dtype.
+  bool keep_low_precision_grads = false;
   int optimizer_states = 2;  // Tensors per parameter; AdamW has 2.
 };
 
@@ -52,6 +53,10 @@ struct Plan {
     int64_t gradient_bytes = 0;   // Gradient shards.
     int64_t reduce_bytes = 0;     // Unsharded gradients, in the reduce dtype.
     int64_t storage_bytes = 0;    // Unsharded, in the storage dtype.
+    int64_t trainable_bytes = 0;  // Of sharded_bytes.
+    // While the unit's gradients are reduced: those that autograd hands over,
+    // and a reduced shard in the reduce dtype.
+    int64_t autograd_bytes = 0;
     // Per step, with one forward and one backward.
     int gathers_forward = 0;
     int gathers_backward = 0;
@@ -65,14 +70,15 @@ struct Plan {
   Row total;              // Sums.
 
   // With S: master shards, G: gradient shards, U (in the storage dtype: V, as
-  // gradients: R): the largest unit that is resharded after forward, X: those
-  // that stay or enclose others, O: the optimizer's state. The bounds are those
-  // of the slot pool, see docs/planning.md.
+  // gradients: R, as autograd_bytes: A): the largest unit that is resharded
+  // after forward, X: those that stay or enclose others, O: the optimizer's
+  // state. Backward's is what sharding allocates, peak what the rank has when
+  // autograd's own gradients are there too; see docs/planning.md.
   int64_t init_bytes = 0;      // S + V
   int64_t forward_bytes = 0;   // S + 2U + X
   int64_t backward_bytes = 0;  // S + G + 2U + 2R + X
   int64_t step_bytes = 0;      // S + G + O, after the optimizer
-  int64_t peak_bytes = 0;      // The most, when there is optimizer state.
+  int64_t peak_bytes = 0;      // S + G + 2U + 2R + X + A + O
   // Bytes that this rank receives and sends by gathers and reductions.
   int64_t traffic_bytes = 0;
 

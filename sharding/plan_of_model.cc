@@ -12,6 +12,8 @@ Plan ShardedModule::plan(int optimizer_states) const {
   options.num_replicas = groups().world_size() / options.num_shards;
   options.strategy = given.strategy;
   options.optimizer_states = optimizer_states;
+  options.keep_low_precision_grads =
+      given.mixed_precision.keep_low_precision_grads;
   std::vector<PlanUnit> units;
   for (const auto& unit : state_->units()) {
     PlanUnit planned;

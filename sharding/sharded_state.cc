@@ -119,6 +119,11 @@ void ShardedState::attach_sinks(Unit& unit) {
     flat->unit = &unit;
     flat->on_touch = [this, u = &unit] { touch({u}); };
     if (!flat->placement().trainable) continue;
+    if (options_.mixed_precision.keep_low_precision_grads &&
+        c10::elementSize(unit.reduce_dtype) <
+            c10::elementSize(flat->storage_dtype())) {
+      flat->set_gradient_dtype(unit.reduce_dtype);
+    }
     if (!unit.sink) {
       unit.sink = std::make_shared<Sink>(weak_from_this(), &unit);
     }
@@ -408,13 +413,20 @@ void ShardedState::on_gradients(Unit& unit,
   }
 }
 
-void ShardedState::zero_grad() {
+void ShardedState::zero_grad(bool set_to_none) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (set_to_none) {
+    for (LayoutObserver* observer : observers_) {
+      observer->before_gradients_are_freed();
+    }
+  }
   for (const auto& unit : units_) {
     unit->unreduced_gradients = at::Tensor();
     unit->unreduced_shards.clear();
     for (const auto& flat : unit->flats) {
-      if (flat->placement().trainable) flat->set_has_gradient(false);
+      if (!flat->placement().trainable) continue;
+      flat->set_has_gradient(false);
+      if (set_to_none) flat->free_gradient();
     }
   }
   for (const at::Tensor& parameter : ignored_) {

@@ -110,7 +110,7 @@ class ShardedState final : public BackwardObserver,
     reducer_->set_all_reduce(value);
   }
   const std::vector<at::Tensor>& ignored_parameters() const { return ignored_; }
-  void zero_grad();
+  void zero_grad(bool set_to_none);
   // [Note: Clipping folded into the optimizer]
   // With an optimizer of ours attached, clipping sets this factor, which the
   // optimizer's own pass applies; otherwise clipping scales the shards.

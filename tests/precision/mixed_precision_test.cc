@@ -1,8 +1,10 @@
 #include "fullshard/precision/mixed_precision.h"
 
+#include <cmath>
 #include <map>
 
 #include "ATen/ATen.h"
+#include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/tests/testing/run_ranks.h"
 #include "gtest/gtest.h"
@@ -72,6 +74,51 @@ TEST(MixedPrecisionTest, DtypesInForwardAndExactValuesInTheStateDict) {
       EXPECT_TRUE(state["exact"].equal(at::full({2}, 1 + 1.0 / 1024)));
       EXPECT_EQ(state["count"].item<int64_t>(), 7);
     });
+  }
+}
+
+// What no other rank can change: bf16 gradients of two ranks, whose mean has
+// 8 bits too, are the same in both.
+TEST(MixedPrecisionTest, KeepsLowPrecisionGradientsOnRequest) {
+  for (const char* backend : {"shm", "gloo"}) {
+    testing::RunRanksOptions run;
+    run.backend = backend;
+    testing::run_ranks(
+        2,
+        [](ProcessGroups& groups) {
+          const auto train = [&](bool keep) {
+            at::manual_seed(1);
+            ShardOptions options;
+            options.mixed_precision.param_dtype = at::kBFloat16;
+            options.mixed_precision.keep_low_precision_grads = keep;
+            auto sharded =
+                fully_shard(torch::nn::Linear(8, 8), groups, options).value();
+            ShardedAdamW optimizer(sharded, {.lr = 0.1});
+            for (int step = 0; step < 3; ++step) {
+              for (int micro = 0; micro < 2; ++micro) {
+                sharded(at::ones({1, 8})).sum().backward();
+              }
+              const MemoryUse use = sharded.memory_use();
+              EXPECT_EQ(use.gradients, keep ? use.masters / 2 : use.masters);
+              EXPECT_EQ(sharded.plan().total.gradient_bytes,
+                        keep ? 40 * 2 : 40 * 4);
+              EXPECT_NEAR(sharded.clip_grad_norm(1), 2 * std::sqrt(72), 1e-5);
+              optimizer.step();
+              optimizer.zero_grad();
+            }
+            const auto local = sharded.named_local_parameters();
+            sharded(at::ones({1, 8})).sum().backward();
+            EXPECT_EQ(local[0].tensor.grad().scalar_type(),
+                      keep ? at::kBFloat16 : at::kFloat);
+            return state_of(sharded);
+          };
+          const auto kept = train(true), converted = train(false);
+          for (const auto& [name, value] : kept) {
+            EXPECT_EQ(value.scalar_type(), at::kFloat);
+            EXPECT_TRUE(value.equal(converted.at(name))) << name;
+          }
+        },
+        run);
   }
 }
 

@@ -37,16 +37,21 @@ struct Mlp : torch::nn::Module {
   at::Tensor scale, running;
 };
 
-// The same without memory, as modules are that allocate on the meta device.
-inline std::shared_ptr<Mlp> meta_mlp() {
-  auto model = std::make_shared<Mlp>();
+// Takes the memory of all tensors away, as modules are that allocate on the
+// meta device.
+inline void move_to_meta(const torch::nn::Module& model) {
   const auto to_meta = [](const at::Tensor& tensor) {
     tensor.unsafeGetTensorImpl()->_change_backend_component_keys(at::kMeta);
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
         at::empty(tensor.sizes(), at::kMeta).storage());
   };
-  for (const auto& p : model->parameters()) to_meta(p);
-  for (const auto& b : model->buffers()) to_meta(b);
+  for (const auto& p : model.parameters()) to_meta(p);
+  for (const auto& b : model.buffers()) to_meta(b);
+}
+
+inline std::shared_ptr<Mlp> meta_mlp() {
+  auto model = std::make_shared<Mlp>();
+  move_to_meta(*model);
   return model;
 }
 
