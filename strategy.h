@@ -40,13 +40,23 @@ struct StrategyConfig {
   double max_grad_norm = 1;  // 0: no clipping.
   std::string lr_scheduler_type = "linear-warmup+cosine-decay";
   double warmup_ratio = 0.03;
+  double min_lr_ratio = 0;  // See LrScheduleOptions.
+  double lr_decay_ratio = 0.1;
+  std::string lr_decay_shape = "cosine";
 
   bool enable_gradient_checkpointing = true;
+  // Of the language model's layers, checkpoint the first and every k-th after.
+  int64_t gradient_checkpointing_every = 1;
+  // What a checkpointed layer keeps: nothing, or matmuls (outputs of matrix
+  // products, convolutions and fused attention).
+  std::string gradient_checkpointing_keep = "nothing";
+  bool gradient_checkpointing_offload = false;  // Inputs, to host memory.
   bool enable_mixed_precision_training = true;
   std::string mixed_precision_dtype = "bf16";
   // Reduce gradients, and keep buffers, in fp32 instead of the half dtype.
   bool reduce_in_full_precision = false;
-  std::string loss_weighting = "mean";  // Or "tokens".
+  bool keep_low_precision_grads = false;  // See MixedPrecision.
+  std::string loss_weighting = "mean";    // Or "tokens".
 
   uint64_t seed = 7;
 };
@@ -140,6 +150,8 @@ class Strategy {
 
  private:
   absl::Status check_batch_sizes();
+  absl::Status checkpoint_activations();
+  LrScheduleOptions schedule_options() const;
   absl::StatusOr<ShardOptions> shard_options() const;
   void cast_frozen_vision_tower();
   void count_steps();

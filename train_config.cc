@@ -42,16 +42,29 @@ void for_each_field(Config& config, F f) {
   f("weight_decay", s.weight_decay, "of matrices; never of vectors, biases");
   f("max_grad_norm", s.max_grad_norm, "clipping; 0: none");
   f("lr_scheduler_type", s.lr_scheduler_type,
-    "linear-warmup+cosine-decay or constant");
+    "linear-warmup+cosine-decay, constant, linear-warmup+constant, "
+    "warmup-stable-decay or inverse-square-root");
   f("warmup_ratio", s.warmup_ratio, "part of the steps that warm up");
+  f("min_lr_ratio", s.min_lr_ratio, "of the peak, where a decay ends");
+  f("lr_decay_ratio", s.lr_decay_ratio,
+    "part of the steps that warmup-stable-decay decays");
+  f("lr_decay_shape", s.lr_decay_shape, "linear, cosine or 1-sqrt");
   f("enable_gradient_checkpointing", s.enable_gradient_checkpointing,
     "recompute activations of the language model's layers");
+  f("gradient_checkpointing_every", s.gradient_checkpointing_every,
+    "of the first layer and every k-th after it");
+  f("gradient_checkpointing_keep", s.gradient_checkpointing_keep,
+    "what is not recomputed: nothing, or matmuls");
+  f("gradient_checkpointing_offload", s.gradient_checkpointing_offload,
+    "keep the inputs of recomputed layers in host memory");
   f("enable_mixed_precision_training", s.enable_mixed_precision_training,
     "compute in mixed_precision_dtype; false: fp32");
   f("mixed_precision_dtype", s.mixed_precision_dtype,
     "bf16, or fp16 with loss scaling");
   f("reduce_in_full_precision", s.reduce_in_full_precision,
     "reduce gradients in fp32");
+  f("keep_low_precision_grads", s.keep_low_precision_grads,
+    "keep gradients in the dtype in which they are reduced");
   f("loss_weighting", s.loss_weighting,
     "mean of micro-batches, or tokens: every token alike");
   f("seed", s.seed, "of initialisation and order");

@@ -9,16 +9,11 @@
 #include <vector>
 
 #include "c10/core/GradMode.h"
+#include "fullshard/activation_ckpt/checkpoint_options.h"
 #include "fullshard/activation_ckpt/frame.h"
 #include "fullshard/core/tensor_tree.h"
 
 namespace fullshard {
-
-struct CheckpointOptions {
-  // Recompute with the random state of the first run, so that dropout drops
-  // the same elements. Costs a copy of the generators' states.
-  bool preserve_rng_state = true;
-};
 
 // Calls fn(inputs...) and returns its result, without keeping what autograd
 // saves inside: backward calls `fn` again and computes it anew. No-reentrant:
@@ -31,8 +26,8 @@ struct CheckpointOptions {
 //
 // Requires: fn computes the same each time it is called on equal inputs and
 // random state. Buffers that it updates (BatchNorm) are updated twice.
-// Errors: c10::Error in backward if the second run saves a different number of
-// tensors.
+// Errors: c10::Error in backward if the second run saves other tensors than the
+// first, naming the tensor.
 //
 // Example:
 //   x = checkpoint([block](at::Tensor x) { return block->forward(x); }, x);
@@ -58,10 +53,21 @@ auto checkpoint_with(const CheckpointOptions& options, Fn fn,
         again, [&](at::Tensor& tensor) { tensor = std::move(values[i++]); });
     std::apply(*shared_fn, std::move(again));
   };
-  const std::shared_ptr<internal::Frame> frame = internal::Frame::open(
-      tensors, std::move(rerun), options.preserve_rng_state);
-  internal::HookFactoryGuard hooks(frame.get());
-  return std::apply(*shared_fn, std::move(arguments));
+  const std::shared_ptr<internal::Frame> frame =
+      internal::Frame::open(tensors, std::move(rerun), options);
+  using Result = decltype(std::apply(*shared_fn, std::move(arguments)));
+  const auto run = [&]() -> Result {
+    const internal::Frame::FirstRun first_run(*frame);
+    return std::apply(*shared_fn, std::move(arguments));
+  };
+  if constexpr (std::is_void_v<Result>) {
+    run();
+  } else {
+    std::decay_t<Result> result = run();
+    auto note = [&](at::Tensor& tensor) { frame->note_result(tensor); };
+    internal::visit_tensors(result, note);
+    return result;
+  }
 }
 
 template <class Fn, class... Inputs>

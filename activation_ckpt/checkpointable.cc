@@ -1,6 +1,7 @@
 #include "fullshard/activation_ckpt/checkpointable.h"
 
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -10,10 +11,9 @@
 namespace fullshard {
 
 absl::StatusOr<int> apply_activation_checkpointing(
-    torch::nn::Module& root,
-    const std::function<bool(const std::string& name,
-                             torch::nn::Module& module)>& predicate) {
-  std::vector<CheckpointSwitch*> switches;
+    torch::nn::Module& root, const ModulePredicate& predicate,
+    const CheckpointOptions& options) {
+  std::vector<std::pair<std::string, CheckpointSwitch*>> switches;
   absl::Status status;
   auto visit = [&](const std::string& name, torch::nn::Module& module) {
     if (!status.ok() || !predicate(name, module)) return;
@@ -26,7 +26,7 @@ absl::StatusOr<int> apply_activation_checkpointing(
           "checkpoint()"));
       return;
     }
-    switches.push_back(found);
+    switches.emplace_back(name, found);
   };
   visit("", root);
   for (const auto& item :
@@ -38,10 +38,20 @@ absl::StatusOr<int> apply_activation_checkpointing(
     return absl::InvalidArgumentError(
         "activation checkpointing: no module matches");
   }
-  for (CheckpointSwitch* found : switches) {
-    found->set_activation_checkpointing(true);
+  for (const auto& [name, found] : switches) {
+    CheckpointOptions own = options;
+    own.name = name;
+    found->set_activation_checkpointing(true, std::move(own));
   }
   return static_cast<int>(switches.size());
+}
+
+ModulePredicate every_kth(int k, ModulePredicate predicate) {
+  TORCH_CHECK(k >= 1, "every_kth: expected a k of at least 1, got ", k);
+  return [k, predicate = std::move(predicate), seen = 0](
+             const std::string& name, torch::nn::Module& module) mutable {
+    return predicate(name, module) && seen++ % k == 0;
+  };
 }
 
 }  // namespace fullshard

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "fullshard/activation_ckpt/checkpoint.h"
+#include "fullshard/activation_ckpt/kept_operators.h"
 
 namespace torch::nn {
 class Module;
@@ -17,14 +18,19 @@ namespace fullshard {
 // The switch that apply_activation_checkpointing() turns.
 class CheckpointSwitch {
  public:
-  void set_activation_checkpointing(bool on) { on_ = on; }
+  void set_activation_checkpointing(bool on, CheckpointOptions options = {}) {
+    on_ = on;
+    options_ = std::move(options);
+  }
   bool activation_checkpointing() const { return on_; }
+  const CheckpointOptions& checkpoint_options() const { return options_; }
 
  protected:
   ~CheckpointSwitch() = default;
 
  private:
   bool on_ = false;
+  CheckpointOptions options_;
 };
 
 // Mixes a switchable activation checkpoint into a module class M. It wraps
@@ -53,7 +59,8 @@ class Checkpointable : public CheckpointSwitch {
     }
     // Backward may outlive the caller's handle of the module.
     auto keep = self->shared_from_this();
-    return checkpoint(
+    return checkpoint_with(
+        checkpoint_options(),
         [self, keep, method](auto&&... a) {
           return (self->*method)(std::forward<decltype(a)>(a)...);
         },
@@ -61,15 +68,23 @@ class Checkpointable : public CheckpointSwitch {
   }
 };
 
+using ModulePredicate =
+    std::function<bool(const std::string& name, torch::nn::Module& module)>;
+
 // Turns checkpointing on for every module below `root` (itself included) that
-// `predicate` (name, module) matches. Returns how many there were.
+// `predicate` matches, called in module order. Messages name the module by its
+// path. Returns how many there were.
 //
 // Errors: kInvalidArgument naming the first match that is not Checkpointable,
 // or if nothing matches; then nothing was turned on.
 absl::StatusOr<int> apply_activation_checkpointing(
-    torch::nn::Module& root,
-    const std::function<bool(const std::string& name,
-                             torch::nn::Module& module)>& predicate);
+    torch::nn::Module& root, const ModulePredicate& predicate,
+    const CheckpointOptions& options = {});
+
+// Of the modules that `predicate` matches, the first and then every k-th:
+// checkpoints part of the blocks, for less time and more memory. For one
+// traversal. Requires: k is at least 1.
+ModulePredicate every_kth(int k, ModulePredicate predicate);
 
 }  // namespace fullshard
 

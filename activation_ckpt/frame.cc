@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <mutex>
+#include <sstream>
 #include <utility>
 
 #include "ATen/autocast_mode.h"
+#include "ATen/ops/empty_like.h"
+#include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
 #include "torch/csrc/autograd/engine.h"
 
@@ -21,8 +24,8 @@ struct StopRecompute {};
 class FrameHook final : public SavedTensorHook {
  public:
   explicit FrameHook(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
-  void call_pack_hook(const at::Tensor&) override {
-    index_ = frame_->count_save();
+  void call_pack_hook(const at::Tensor& tensor) override {
+    index_ = frame_->count_save(tensor);
   }
   at::Tensor call_unpack_hook() override { return frame_->unpack(index_); }
 
@@ -108,8 +111,8 @@ void AutocastState::restore() const {
 // Keeps what the recomputed function saves, until there is enough.
 class Frame::Recorder final : public HookFactory {
  public:
-  Recorder(Recording& recording, size_t num_wanted)
-      : recording_(recording), num_wanted_(num_wanted) {}
+  Recorder(const Frame& frame, Recording& recording)
+      : frame_(frame), recording_(recording) {}
 
   std::unique_ptr<ag::SavedVariableHooks> make_hook() override {
     return std::make_unique<Hook>(*this);
@@ -120,9 +123,10 @@ class Frame::Recorder final : public HookFactory {
     explicit Hook(Recorder& recorder) : recorder(recorder) {}
     void call_pack_hook(const at::Tensor& tensor) override {
       std::vector<SavedTensor>& tensors = recorder.recording_.tensors;
+      recorder.frame_.check_same(tensors.size(), tensor);
       tensors.emplace_back();
       tensors.back().pack(tensor);
-      if (tensors.size() == recorder.num_wanted_) throw StopRecompute();
+      if (tensors.size() == recorder.frame_.num_saves_) throw StopRecompute();
     }
     at::Tensor call_unpack_hook() override {
       TORCH_CHECK(false, "a recomputed graph has no backward of its own");
@@ -130,28 +134,72 @@ class Frame::Recorder final : public HookFactory {
     Recorder& recorder;
   };
 
+  const Frame& frame_;
   Recording& recording_;
-  const size_t num_wanted_;
 };
 
 std::shared_ptr<Frame> Frame::open(const std::vector<at::Tensor>& inputs,
-                                   Rerun rerun, bool preserve_rng_state) {
+                                   Rerun rerun,
+                                   const CheckpointOptions& options) {
   install_engine();
   Leftovers::instance();
   auto frame = std::make_shared<Frame>();
+  const bool offload = options.offload_inputs && !inside_hook_factory();
   for (const at::Tensor& input : inputs) {
-    Input kept;
-    kept.defined = input.defined();
-    if (input.defined()) {
-      kept.requires_grad = input.requires_grad();
-      kept.saved = ag::SavedVariable(input, /*is_output=*/false);
-    }
-    frame->inputs_.push_back(std::move(kept));
+    frame->inputs_.push_back(frame->keep(input, offload));
   }
   frame->rerun_ = std::move(rerun);
-  if (preserve_rng_state) frame->rng_ = RngState::capture();
+  frame->determinism_check_ = options.determinism_check;
+  if (!options.name.empty()) {
+    frame->where_ = absl::StrCat(" in '", options.name, "'");
+  }
+  if (options.keep != nullptr) frame->kept_.emplace(options.keep);
+  if (options.preserve_rng_state) frame->rng_ = RngState::capture();
   frame->autocast_ = AutocastState::capture();
   return frame;
+}
+
+Frame::Input Frame::keep(const at::Tensor& input, bool offload) const {
+  Input kept;
+  kept.defined = input.defined();
+  if (!kept.defined) return kept;
+  kept.requires_grad = input.requires_grad();
+  if (!offload) {
+    kept.saved = ag::SavedVariable(input, /*is_output=*/false);
+    return kept;
+  }
+  at::NoGradGuard no_grad;
+  kept.device = input.device();
+  kept.offloaded =
+      at::empty_like(input, input.options().device(c10::kCPU).pinned_memory(
+                                !kept.device.is_cpu()))
+          .copy_(input, /*non_blocking=*/true);
+  return kept;
+}
+
+std::string Frame::Look::to_string() const {
+  std::ostringstream text;
+  text << at::IntArrayRef(sizes) << " of " << dtype << " on " << device;
+  return text.str();
+}
+
+size_t Frame::count_save(const at::Tensor& tensor) {
+  if (determinism_check_) looks_.emplace_back(tensor);
+  if (kept_.has_value()) kept_->note_save();
+  return num_saves_++;
+}
+
+void Frame::check_same(size_t index, const at::Tensor& tensor) const {
+  if (!determinism_check_) return;
+  const Look& first = looks_[index];
+  if (first.dtype == tensor.scalar_type() && first.device == tensor.device() &&
+      tensor.sizes().equals(first.sizes)) {
+    return;
+  }
+  TORCH_CHECK(false, "checkpoint()", where_, ": saved tensor ", index + 1,
+              " of ", num_saves_, " is ", Look(tensor).to_string(),
+              " in the recomputed function, but was ", first.to_string(),
+              " in the first run; it must do the same both times");
 }
 
 std::unique_ptr<ag::SavedVariableHooks> Frame::make_hook() {
@@ -164,8 +212,8 @@ at::Tensor Frame::unpack(size_t index) {
               "a tensor saved inside checkpoint() was read outside of "
               "backward; it exists only while backward runs");
   Recording& current = recording(task);
-  TORCH_CHECK(index < current.tensors.size(), "checkpoint(): tensor ", index,
-              " was used twice in one backward");
+  TORCH_CHECK(index < current.tensors.size(), "checkpoint()", where_,
+              ": tensor ", index, " was used twice in one backward");
   at::Tensor tensor = current.tensors[index].unpack();
   if (--current.num_left == 0) drop_recording(task);
   return tensor;
@@ -193,8 +241,13 @@ Frame::Recording& Frame::recording(int task) {
 void Frame::recompute(Recording& recording) {
   std::vector<at::Tensor> inputs;
   for (const Input& input : inputs_) {
-    inputs.push_back(input.defined ? input.saved.unpack().detach()
-                                   : at::Tensor());
+    inputs.push_back(!input.defined ? at::Tensor()
+                     : input.offloaded.defined()
+                         ? input.offloaded
+                               .to(input.device, input.offloaded.scalar_type(),
+                                   /*non_blocking=*/true)
+                               .detach()
+                         : input.saved.unpack().detach());
     if (input.defined) inputs.back().set_requires_grad(input.requires_grad);
   }
   const AutocastState outer_autocast = AutocastState::capture();
@@ -206,20 +259,22 @@ void Frame::recompute(Recording& recording) {
   });
   autocast_.restore();
   if (rng_.has_value()) rng_->restore();
-  Recorder recorder(recording, num_saves_);
+  Recorder recorder(*this, recording);
   {
     HookFactoryGuard hooks(&recorder);
-    RecomputeTokenGuard keep(recording.token);
+    KeptOutputs::Scope kept(kept_.has_value() ? &*kept_ : nullptr,
+                            /*replay=*/true, &where_);
+    RecomputeTokenGuard token(recording.token);
     at::AutoGradMode grad(true);
     try {
       rerun_(std::move(inputs));
     } catch (const StopRecompute&) {
     }
   }
-  TORCH_CHECK(recording.tensors.size() == num_saves_,
-              "checkpoint(): the recomputed function saved ",
-              recording.tensors.size(), " tensors, the first run saved ",
-              num_saves_, "; it must do the same both times");
+  TORCH_CHECK(recording.tensors.size() == num_saves_, "checkpoint()", where_,
+              ": the recomputed function saved ", recording.tensors.size(),
+              " tensors, the first run saved ", num_saves_,
+              "; it must do the same both times");
 }
 
 void Frame::drop_recording(int task) {

@@ -5,9 +5,13 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "c10/util/SmallVector.h"
+#include "fullshard/activation_ckpt/checkpoint_options.h"
+#include "fullshard/activation_ckpt/kept_outputs.h"
 #include "fullshard/activation_ckpt/rng_state.h"
 #include "fullshard/core/saved_tensor_hooks.h"
 #include "torch/csrc/autograd/saved_variable.h"
@@ -47,19 +51,60 @@ class Frame final : public HookFactory,
 
   // Saves `inputs` through the enclosing frame's hooks, if there is one.
   static std::shared_ptr<Frame> open(const std::vector<at::Tensor>& inputs,
-                                     Rerun rerun, bool preserve_rng_state);
+                                     Rerun rerun,
+                                     const CheckpointOptions& options);
+
+  // Alive while the function runs for the first time.
+  class FirstRun {
+   public:
+    explicit FirstRun(Frame& frame) : frame_(frame), hooks_(&frame) {
+      // An enclosing frame's goes on if this one keeps nothing.
+      if (frame.kept_.has_value()) {
+        kept_.emplace(&*frame.kept_, /*replay=*/false, &frame.where_);
+      }
+    }
+
+    ~FirstRun() {
+      if (frame_.kept_.has_value()) frame_.kept_->first_run_ended();
+    }
+    FirstRun(const FirstRun&) = delete;
+    FirstRun& operator=(const FirstRun&) = delete;
+
+   private:
+    Frame& frame_;
+    const HookFactoryGuard hooks_;
+    std::optional<KeptOutputs::Scope> kept_;
+  };
+  // The first run returned `tensor`, whose memory others may write to.
+  void note_result(const at::Tensor& tensor) {
+    if (kept_.has_value()) kept_->unshare(tensor);
+  }
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hook() override;
 
-  size_t count_save() { return num_saves_++; }
+  // Returns the index of this save.
+  size_t count_save(const at::Tensor& tensor);
   at::Tensor unpack(size_t index);
   void drop_recording(int task);
 
  private:
   struct Input {
     torch::autograd::SavedVariable saved;
+    at::Tensor offloaded;  // In place of it, with where it was.
+    c10::Device device = c10::kCPU;
     bool defined = false;
     bool requires_grad = false;
+  };
+  // Of a tensor that the first run saved.
+  struct Look {
+    explicit Look(const at::Tensor& tensor)
+        : sizes(tensor.sizes().begin(), tensor.sizes().end()),
+          dtype(tensor.scalar_type()),
+          device(tensor.device()) {}
+    std::string to_string() const;
+    c10::SmallVector<int64_t, 5> sizes;
+    at::ScalarType dtype;
+    c10::Device device;
   };
   struct Recording {
     int task = -1;
@@ -71,9 +116,15 @@ class Frame final : public HookFactory,
 
   Recording& recording(int task);
   void recompute(Recording& recording);
+  Input keep(const at::Tensor& input, bool offload) const;
+  void check_same(size_t index, const at::Tensor& tensor) const;
 
   std::vector<Input> inputs_;
   Rerun rerun_;
+  std::string where_;  // " in 'name'", for messages.
+  bool determinism_check_ = true;
+  std::vector<Look> looks_;  // By save, with the check.
+  std::optional<KeptOutputs> kept_;
   std::optional<RngState> rng_;
   AutocastState autocast_;
   size_t num_saves_ = 0;

@@ -111,6 +111,8 @@ at::Tensor SavedTensor::unpack() const {
   return view;
 }
 
+bool inside_hook_factory() { return t_factory != nullptr; }
+
 HookFactoryGuard::HookFactoryGuard(HookFactory* factory)
     : before_(std::exchange(t_factory, factory)) {}
 

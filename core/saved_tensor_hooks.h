@@ -51,6 +51,9 @@ class HookFactory {
   ~HookFactory() = default;
 };
 
+// Whether a factory other than the default makes this thread's hooks.
+bool inside_hook_factory();
+
 // While alive, `factory` (null: SavedTensor) makes this thread's hooks.
 class HookFactoryGuard {
  public:
