@@ -35,6 +35,7 @@ enum class Opcode : unsigned char {
   kEmptyList = ']',
   kEmptyTuple = ')',
   kProto = 0x80,
+  kNewobj = 0x81,
   kTuple1 = 0x85,
   kTuple2 = 0x86,
   kTuple3 = 0x87,

@@ -118,6 +118,31 @@ void PickleWriter::tensor(const PickledTensor& tensor) {
   op(Opcode::kReduce);
 }
 
+void PickleWriter::begin_tuple() { op(Opcode::kMark); }
+
+void PickleWriter::end_tuple() { op(Opcode::kTuple); }
+
+void PickleWriter::integers(const std::vector<int64_t>& values) {
+  for (const int64_t value : values) integer(value);
+}
+
+void PickleWriter::begin_list() {
+  op(Opcode::kEmptyList);
+  op(Opcode::kMark);
+}
+
+void PickleWriter::end_list() { op(Opcode::kAppends); }
+
+void PickleWriter::reduce() { op(Opcode::kReduce); }
+
+void PickleWriter::new_object(const std::string& module_and_name) {
+  global(module_and_name);
+  op(Opcode::kEmptyTuple);
+  op(Opcode::kNewobj);
+}
+
+void PickleWriter::build() { op(Opcode::kBuild); }
+
 std::string PickleWriter::finish() {
   op(Opcode::kStop);
   return std::move(out_);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "absl/strings/string_view.h"
 #include "fullshard/io/pickle_format.h"
@@ -31,13 +32,26 @@ class PickleWriter {
   // Requires: find_dtype(tensor.dtype) is not null.
   void tensor(const PickledTensor& tensor);
 
+  // --- objects of Python classes; `global` is "module\nname"
+  void global(const std::string& module_and_name);
+  void begin_tuple();
+  void end_tuple();
+  void integers(const std::vector<int64_t>& values);
+  // Items follow.
+  void begin_list();
+  void end_list();
+  // Calls the global before the last with the tuple that was the last.
+  void reduce();
+  // An instance whose state is to follow, and build() after it.
+  void new_object(const std::string& module_and_name);
+  void build();
+
   // Ends the pickle and returns it. No call may follow.
   std::string finish();
 
  private:
   void op(internal::Opcode code) { out_.push_back(static_cast<char>(code)); }
   void little_endian(uint64_t value, int num_bytes);
-  void global(const std::string& module_and_name);
   void empty_ordered_dict();
   template <class Integers>
   void tuple(const Integers& values);

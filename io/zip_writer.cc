@@ -57,6 +57,7 @@ absl::Status ZipWriter::add(absl::string_view name, const void* data,
   }
   Entry entry{std::string(name), offset_, size, 0};
   FS_RETURN_IF_ERROR(write(local_header(name, size)));
+  last_data_offset_ = num_bytes();
   FS_RETURN_IF_ERROR(
       write_data(static_cast<const char*>(data), size, &entry.crc));
   FS_RETURN_IF_ERROR(write(data_descriptor(entry)));

@@ -36,6 +36,8 @@ class ZipWriter {
   absl::Status finish();
 
   int64_t num_bytes() const { return static_cast<int64_t>(offset_); }
+  // Where the data of the entry that was added last begins.
+  int64_t last_data_offset() const { return last_data_offset_; }
 
  private:
   struct Entry {
@@ -55,6 +57,7 @@ class ZipWriter {
   ByteSink& sink_;
   const uint64_t zip64_limit_;
   uint64_t offset_ = 0;
+  int64_t last_data_offset_ = 0;
   std::vector<Entry> entries_;
 };
 

@@ -49,6 +49,22 @@ struct LocalParameter {
   std::vector<int64_t> original_sizes;
 };
 
+// This rank's elements of one parameter, trainable or frozen, for checkpoints.
+struct LocalShard {
+  std::string name;                  // As in the original module.
+  std::vector<std::string> aliases;  // Further names of a tied parameter.
+  std::vector<int64_t> sizes;        // Of the whole parameter.
+  std::vector<int64_t> order;        // memory_order() of it.
+  int64_t begin = 0;                 // First element, in memory order.
+  at::Tensor values;                 // 1-D view of the master shard.
+  // Several ranks may have the same elements; this one is to save them.
+  bool own_turn = true;
+};
+
+// The dimensions of a dense tensor, outermost in memory first.
+std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes,
+                                  const std::vector<int64_t>& strides);
+
 struct SummonOptions {
   // Edits in place become the parameters' values: on each rank its own part, so
   // every rank must make the same ones. Excludes rank0_only, with which other
@@ -256,6 +272,20 @@ class ShardedModule {
   // parameter has changed. With from_rank0: kAborted on the other ranks.
   absl::Status load_full_state_dict(const TensorSource& source,
                                     const LoadOptions& options = {});
+
+  // In module order. Valid until the next step.
+  std::vector<LocalShard> local_shards() const;
+  // Buffers and ignored parameters, the same on every rank, in the dtype that a
+  // state dict has.
+  std::vector<std::pair<std::string, at::Tensor>> whole_tensors() const;
+  // Calls `fill` with every local shard, to write to its values, and loads the
+  // whole tensors from `whole`.
+  //
+  // Collective. Errors: the first one of `fill` or `whole`; kAborted on ranks
+  // that had none themselves. The model may then be loaded in part.
+  absl::Status load_local_shards(
+      const std::function<absl::Status(const LocalShard& shard)>& fill,
+      const TensorSource& whole);
 
   // --- inspection
   std::vector<UnitInfo> units() const;

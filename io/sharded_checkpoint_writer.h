@@ -1,0 +1,82 @@
+#ifndef FULLSHARD_IO_SHARDED_CHECKPOINT_WRITER_H_
+#define FULLSHARD_IO_SHARDED_CHECKPOINT_WRITER_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "fullshard/io/byte_sink.h"
+#include "fullshard/io/file_system.h"
+#include "fullshard/io/sharded_manifest.h"
+
+namespace fullshard {
+
+// Some elements of a tensor, as one rank saves them.
+struct ShardToSave {
+  std::vector<std::string> path;  // See ShardedManifest::Tensor.
+  std::vector<std::vector<std::string>> aliases;
+  std::vector<int64_t> sizes;  // Of the whole tensor.
+  std::vector<int64_t> order;  // Of its dimensions in memory.
+  int64_t begin = 0;           // First element, in memory order.
+  at::Tensor values;           // 1-D, contiguous, on the CPU.
+};
+
+// A sharded checkpoint is a folder that all ranks write together:
+//   __<rank>_0.distcp   this rank's elements
+//   .metadata           what torch.distributed.checkpoint reads
+//   manifest.json       what this library reads
+// The two indexes describe the same bytes. The ranks write into a hidden folder
+// beside the final one, on a file system that they share; rank 0 renames it
+// when all are done, so a checkpoint appears whole or not at all. They meet
+// through files in that folder and exchange nothing else, so that a thread of
+// its own can save while training goes on.
+class ShardedCheckpointWriter {
+ public:
+  // Where the ranks write a checkpoint that is to appear as `folder`.
+  static std::string temporary_folder(const std::string& folder);
+
+  // Rank 0's part: makes the hidden folder, in place of what a killed save
+  // left. The other ranks start after it.
+  static absl::Status prepare(const std::string& folder,
+                              FileSystem& file_system = FileSystem::posix());
+
+  ShardedCheckpointWriter(std::string folder, int rank, int world_size,
+                          std::chrono::milliseconds timeout,
+                          FileSystem& file_system = FileSystem::posix());
+
+  // Writes this rank's file and waits for the others; rank 0 then makes the
+  // checkpoint appear. `state` is rank 0's. Returns on every rank when it is
+  // durable.
+  //
+  // Errors: those of the file system, of this rank or of another one, named;
+  // DeadlineExceeded naming a rank that did not finish. The hidden folder is
+  // then removed, and what was at `folder` is untouched.
+  absl::Status write(const std::vector<ShardToSave>& shards,
+                     const std::map<std::string, std::string>& state);
+
+ private:
+  absl::Status write_own(const std::vector<ShardToSave>& shards);
+  absl::Status finish(const std::map<std::string, std::string>& state);
+  absl::StatusOr<ShardedManifest> collect() const;
+  absl::Status wait_for_rank_0() const;
+  void leave_error(const absl::Status& status);
+  std::string marker(int rank, const char* what) const;
+
+  const std::string folder_;
+  const std::string temporary_;
+  const int rank_;
+  const int world_size_;
+  const std::chrono::milliseconds timeout_;
+  FileSystem& file_system_;
+};
+
+}  // namespace fullshard
+
+#endif  // FULLSHARD_IO_SHARDED_CHECKPOINT_WRITER_H_

@@ -1,0 +1,511 @@
+#include "fullshard/training_checkpoints.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "ATen/Context.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/view_as_complex.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
+#include "fullshard/core/logging.h"
+#include "fullshard/core/max_over_ranks.h"
+#include "fullshard/core/status.h"
+#include "fullshard/io/atomic_file.h"
+#include "fullshard/io/sharded_checkpoint_reader.h"
+
+namespace fullshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+using Path = std::vector<std::string>;
+using SavedTensor = ShardedManifest::Tensor;
+
+constexpr char kModel[] = "model";
+constexpr char kOptim[] = "optim";
+constexpr char kState[] = "state";
+constexpr char kStep[] = "step";
+
+Path model_path(const std::string& name) { return {kModel, name}; }
+Path optim_path(const std::string& name, const std::string& key) {
+  return {kOptim, kState, name, key};
+}
+Path rng_path(int rank, c10::DeviceType device) {
+  return {"rng", absl::StrCat(rank),
+          c10::DeviceTypeName(device, /*lower_case=*/true)};
+}
+
+std::vector<c10::Device> random_devices(c10::Device compute) {
+  std::vector<c10::Device> devices = {c10::kCPU};
+  if (!compute.is_cpu()) devices.push_back(compute);
+  return devices;
+}
+
+at::Generator generator_of(c10::Device device) {
+  return at::globalContext().defaultGenerator(device);
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.to(at::kCPU).contiguous().view({-1});
+}
+
+ShardToSave whole(Path path, const at::Tensor& tensor) {
+  ShardToSave shard;
+  shard.path = std::move(path);
+  shard.sizes = tensor.sizes().vec();
+  for (size_t i = 0; i < shard.sizes.size(); ++i) {
+    shard.order.push_back(static_cast<int64_t>(i));
+  }
+  shard.values = on_host(tensor);
+  return shard;
+}
+
+ShardToSave part(const LocalShard& local, Path path, const at::Tensor& values) {
+  ShardToSave shard;
+  shard.path = std::move(path);
+  shard.sizes = local.sizes;
+  shard.order = local.order;
+  shard.begin = local.begin;
+  shard.values = on_host(values);
+  return shard;
+}
+
+// Optimizers keep complex state as pairs of real numbers.
+at::Tensor as_parameter(const LocalShard& local, const at::Tensor& state) {
+  return local.values.is_complex()
+             ? at::view_as_complex(state.view({state.numel() / 2, 2}))
+             : state;
+}
+
+bool is_saved(const ShardedOptimizer& optimizer,
+              const LocalOptimizerState& state) {
+  return state.step > 0 || optimizer.has_state_at_step_0();
+}
+
+// Loads model and optimizer from one checkpoint.
+class Loading {
+ public:
+  Loading(const ShardedCheckpointReader& reader, ShardedModule& model,
+          ShardedOptimizer* optimizer, bool cast_dtypes)
+      : reader_(reader),
+        model_(model),
+        optimizer_(optimizer),
+        cast_dtypes_(cast_dtypes) {
+    for (LocalShard& shard : model.local_shards()) {
+      shards_.emplace(shard.name, std::move(shard));
+    }
+    if (optimizer != nullptr) states_ = optimizer->local_state();
+  }
+
+  // Looks at everything and changes nothing.
+  absl::Status check() {
+    for (const auto& [name, shard] : shards_) {
+      const SavedTensor* const saved =
+          find(shard, [](const std::string& n) { return model_path(n); });
+      FS_RETURN_IF_ERROR(check_tensor(saved, model_path(name), shard.sizes,
+                                      shard.values.scalar_type()));
+      for (const std::string& alias : shard.aliases) {
+        known_.insert(flat_name(model_path(alias)));
+      }
+    }
+    for (const auto& [name, tensor] : model_.whole_tensors()) {
+      FS_RETURN_IF_ERROR(check_tensor(reader_.find(flat_name(model_path(name))),
+                                      model_path(name), tensor.sizes().vec(),
+                                      tensor.scalar_type()));
+    }
+    for (const LocalOptimizerState& state : states_) {
+      FS_RETURN_IF_ERROR(check_optimizer(shards_.at(state.name)));
+    }
+    return check_for_unknown();
+  }
+
+  absl::Status load() {
+    FS_RETURN_IF_ERROR(model_.load_local_shards(
+        [&](const LocalShard& shard) {
+          return fill(*find(shard, &model_path), shard, shard.values);
+        },
+        [&](const std::string& name) {
+          return reader_.tensor(*reader_.find(flat_name(model_path(name))));
+        }));
+    return optimizer_ == nullptr ? absl::OkStatus() : load_optimizer();
+  }
+
+ private:
+  // Under any of the parameter's names.
+  template <class MakePath>
+  const SavedTensor* find(const LocalShard& shard, MakePath make_path) const {
+    const SavedTensor* saved = reader_.find(flat_name(make_path(shard.name)));
+    for (const std::string& alias : shard.aliases) {
+      if (saved == nullptr) saved = reader_.find(flat_name(make_path(alias)));
+    }
+    return saved;
+  }
+  const SavedTensor* find_state(const LocalShard& shard,
+                                const std::string& key) const {
+    return find(shard,
+                [&](const std::string& name) { return optim_path(name, key); });
+  }
+
+  absl::Status check_tensor(const SavedTensor* saved, const Path& path,
+                            const std::vector<int64_t>& sizes,
+                            at::ScalarType dtype) {
+    const std::string name = flat_name(path);
+    if (saved == nullptr) {
+      return absl::NotFoundError(
+          absl::StrCat(reader_.folder(), ": '", name, "' is missing"));
+    }
+    known_.insert(name);
+    if (saved->sizes != sizes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(reader_.folder(), ": '", name, "': expected shape ",
+                       c10::str(at::IntArrayRef(sizes)), ", got ",
+                       c10::str(at::IntArrayRef(saved->sizes))));
+    }
+    if (saved->dtype != dtype && !cast_dtypes_) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          reader_.folder(), ": '", name, "': expected dtype ",
+          c10::toString(dtype), ", got ", c10::toString(saved->dtype)));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status check_optimizer(const LocalShard& shard) {
+    bool any = false;
+    for (const std::string& key : optimizer_->state_names()) {
+      any = any || find_state(shard, key) != nullptr;
+    }
+    const SavedTensor* const step = find_state(shard, kStep);
+    if (step != nullptr) {
+      any = true;
+      FS_RETURN_IF_ERROR(
+          check_tensor(step, optim_path(shard.name, kStep), {}, at::kFloat));
+    }
+    if (!any) return absl::OkStatus();  // Never had a gradient.
+    if (optimizer_->has_step() && step == nullptr) {
+      return absl::NotFoundError(absl::StrCat(
+          reader_.folder(), ": '", flat_name(optim_path(shard.name, kStep)),
+          "' is missing"));
+    }
+    for (const std::string& key : optimizer_->state_names()) {
+      FS_RETURN_IF_ERROR(check_tensor(find_state(shard, key),
+                                      optim_path(shard.name, key), shard.sizes,
+                                      shard.values.scalar_type()));
+    }
+    return absl::OkStatus();
+  }
+
+  // Without an optimizer its state is not looked at.
+  absl::Status check_for_unknown() const {
+    for (const SavedTensor& tensor : reader_.manifest().tensors) {
+      const bool concerns = tensor.path[0] == kModel ||
+                            (tensor.path[0] == kOptim && optimizer_ != nullptr);
+      if (!concerns) continue;
+      bool known = known_.count(tensor.name()) != 0;
+      for (const Path& alias : tensor.aliases) {
+        known = known || known_.count(flat_name(alias)) != 0;
+      }
+      if (known) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          reader_.folder(), ": unexpected key '", tensor.name(), "': ",
+          tensor.path[0] == kModel ? "the model has no tensor of that name"
+                                   : "the optimizer does not keep it"));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status fill(const SavedTensor& saved, const LocalShard& shard,
+                    const at::Tensor& values) const {
+    if (values.numel() == 0) return absl::OkStatus();
+    if (values.is_cpu()) {
+      return reader_.read(saved, shard.order, shard.begin, values);
+    }
+    const at::Tensor host =
+        at::empty(values.sizes(), values.options().device(at::kCPU));
+    FS_RETURN_IF_ERROR(reader_.read(saved, shard.order, shard.begin, host));
+    values.copy_(host);
+    return absl::OkStatus();
+  }
+
+  absl::Status load_optimizer() {
+    for (LocalOptimizerState& state : states_) {
+      const LocalShard& shard = shards_.at(state.name);
+      bool any = false;
+      for (auto& [key, tensor] : state.tensors) {
+        const SavedTensor* const saved = find_state(shard, key);
+        if (saved == nullptr) continue;
+        any = true;
+        FS_RETURN_IF_ERROR(fill(*saved, shard, as_parameter(shard, tensor)));
+      }
+      const SavedTensor* const step = find_state(shard, kStep);
+      state.step = any ? 1 : 0;
+      if (step != nullptr) {
+        FS_ASSIGN_OR_RETURN(const at::Tensor value, reader_.tensor(*step));
+        state.step = static_cast<int64_t>(value.item<double>());
+      }
+      if (!any && step == nullptr) state.tensors.clear();  // Starts afresh.
+    }
+    return optimizer_->load_local_state(states_);
+  }
+
+  const ShardedCheckpointReader& reader_;
+  ShardedModule& model_;
+  ShardedOptimizer* const optimizer_;
+  const bool cast_dtypes_;
+  std::unordered_map<std::string, LocalShard> shards_;
+  std::vector<LocalOptimizerState> states_;
+  std::set<std::string> known_;
+};
+
+void restore_random_state(const ShardedCheckpointReader& reader,
+                          const ProcessGroups& groups) {
+  if (reader.manifest().world_size != groups.world_size()) return;
+  for (const c10::Device device : random_devices(groups.device())) {
+    const SavedTensor* const saved =
+        reader.find(flat_name(rng_path(groups.rank(), device.type())));
+    if (saved == nullptr) continue;
+    const auto state = reader.tensor(*saved);
+    if (state.ok()) generator_of(device).set_state(*state);
+  }
+}
+
+}  // namespace
+
+TrainingCheckpoints::TrainingCheckpoints(
+    std::string folder, ShardedModule& model, ShardedOptimizer* optimizer,
+    const TrainingCheckpointsOptions& options)
+    : folder_(std::move(folder)),
+      model_(model),
+      optimizer_(optimizer),
+      options_(options),
+      file_system_(options.file_system != nullptr ? *options.file_system
+                                                  : FileSystem::posix()) {}
+
+TrainingCheckpoints::~TrainingCheckpoints() {
+  if (const absl::Status status = wait(); !status.ok()) {
+    log_error(absl::StrCat("a checkpoint was not saved: ", status.message()));
+  }
+}
+
+absl::StatusOr<std::string> TrainingCheckpoints::save(int64_t step,
+                                                      const State& state) {
+  return start(step, state, /*async=*/false);
+}
+
+absl::StatusOr<std::string> TrainingCheckpoints::save_async(
+    int64_t step, const State& state) {
+  return start(step, state, /*async=*/true);
+}
+
+absl::Status TrainingCheckpoints::wait() {
+  if (thread_.joinable()) thread_.join();
+  return std::exchange(result_, absl::OkStatus());
+}
+
+absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
+                                                       const State& state,
+                                                       bool async) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  const ProcessGroups& groups = model_.groups();
+  const std::string folder = absl::StrCat(folder_, "/", step_folder_name(step));
+  try {
+    absl::Status status = wait();
+    if (status.ok() && groups.rank() == 0) {
+      status = ShardedCheckpointWriter::prepare(folder, file_system_);
+    }
+    const int64_t failed =
+        max_over_ranks(groups, status.ok() ? 0 : 1, "all_reduce before a save");
+    FS_RETURN_IF_ERROR(status);
+    if (failed != 0) {
+      return absl::AbortedError(absl::StrCat(
+          folder, " is not saved: another rank failed; see its message"));
+    }
+    std::vector<ShardToSave> shards = collect();
+    if (!async) {
+      status = write(folder, step, shards, state);
+      // Until then rank 0 replaces the link and removes old ones.
+      max_over_ranks(groups, 0, "all_reduce after a save");
+      FS_RETURN_IF_ERROR(status);
+      return folder;
+    }
+    copy_to_buffer(shards);
+    thread_ =
+        std::thread([this, folder, step, state, shards = std::move(shards)] {
+          try {
+            result_ = write(folder, step, shards, state);
+          } catch (const std::exception& error) {
+            result_ = absl::InternalError(
+                absl::StrCat("save of ", folder, ": ", error.what()));
+          }
+        });
+    return folder;
+  } catch (const c10::Error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("save: ", error.what_without_backtrace()));
+  }
+}
+
+std::vector<ShardToSave> TrainingCheckpoints::collect() const {
+  const ProcessGroups& groups = model_.groups();
+  std::vector<ShardToSave> shards;
+  const std::vector<LocalShard> locals = model_.local_shards();
+  std::unordered_map<std::string, const LocalShard*> by_name;
+  for (const LocalShard& local : locals) {
+    by_name[local.name] = &local;
+    if (!local.own_turn) continue;
+    shards.push_back(part(local, model_path(local.name), local.values));
+    for (const std::string& alias : local.aliases) {
+      shards.back().aliases.push_back(model_path(alias));
+    }
+  }
+  const std::vector<LocalOptimizerState> states =
+      optimizer_ == nullptr ? std::vector<LocalOptimizerState>()
+                            : optimizer_->local_state();
+  for (const LocalOptimizerState& state : states) {
+    const LocalShard& local = *by_name.at(state.name);
+    if (!local.own_turn || !is_saved(*optimizer_, state)) continue;
+    for (const auto& [key, tensor] : state.tensors) {
+      shards.push_back(part(local, optim_path(state.name, key),
+                            as_parameter(local, tensor)));
+    }
+    if (optimizer_->has_step() && local.begin == 0 &&
+        local.values.numel() > 0) {
+      shards.push_back(
+          whole(optim_path(state.name, kStep),
+                at::full({}, static_cast<double>(state.step), at::kFloat)));
+    }
+  }
+  if (groups.rank() == 0) {
+    for (const auto& [name, tensor] : model_.whole_tensors()) {
+      shards.push_back(whole(model_path(name), tensor));
+    }
+  }
+  for (const c10::Device device : random_devices(groups.device())) {
+    shards.push_back(whole(rng_path(groups.rank(), device.type()),
+                           generator_of(device).get_state()));
+  }
+  return shards;
+}
+
+void TrainingCheckpoints::copy_to_buffer(std::vector<ShardToSave>& shards) {
+  constexpr int64_t kAlignment = 64;
+  const auto padded = [](const at::Tensor& values) {
+    return (static_cast<int64_t>(values.nbytes()) + kAlignment - 1) /
+           kAlignment * kAlignment;
+  };
+  int64_t num_bytes = 0;
+  for (const ShardToSave& shard : shards) num_bytes += padded(shard.values);
+  if (!buffer_.defined() || buffer_.numel() < num_bytes) {
+    buffer_ = at::Tensor();
+    buffer_ = at::empty({num_bytes}, at::kByte);
+  }
+  int64_t at = 0;
+  for (ShardToSave& shard : shards) {
+    const at::Tensor copy =
+        buffer_.narrow(0, at, static_cast<int64_t>(shard.values.nbytes()))
+            .view(shard.values.scalar_type());
+    std::memcpy(copy.mutable_data_ptr(), shard.values.const_data_ptr(),
+                shard.values.nbytes());
+    at += padded(shard.values);
+    shard.values = copy;
+  }
+}
+
+absl::Status TrainingCheckpoints::write(const std::string& folder, int64_t step,
+                                        const std::vector<ShardToSave>& shards,
+                                        const State& state) const {
+  const ProcessGroups& groups = model_.groups();
+  State full = state;
+  full[kStep] = absl::StrCat(step);
+  ShardedCheckpointWriter writer(folder, groups.rank(), groups.world_size(),
+                                 options_.timeout, file_system_);
+  FS_RETURN_IF_ERROR(writer.write(shards, full));
+  if (groups.rank() != 0) return absl::OkStatus();
+  const absl::Status linked = replace_symlink(
+      step_folder_name(step), absl::StrCat(folder_, "/latest"), file_system_);
+  if (!linked.ok()) {
+    log_warning(absl::StrCat(folder,
+                             " is saved, but 'latest' does not point "
+                             "at it: ",
+                             linked.message()));
+  }
+  remove_old(step);
+  return absl::OkStatus();
+}
+
+// Only ever after a newer one is complete.
+void TrainingCheckpoints::remove_old(int64_t step) const {
+  if (options_.keep_last <= 0) return;
+  int64_t kept = 0;
+  for (const std::string& path : list_step_folders(folder_)) {
+    int64_t number = -1;
+    const std::string name = fs::path(path).filename().string();
+    if (!absl::SimpleAtoi(absl::StripPrefix(name, "step-"), &number)) continue;
+    // Later ones are of a run that went on from an earlier step; they count,
+    // but the one just saved is never removed.
+    if (number == step || ++kept < options_.keep_last) continue;
+    if (number > step) continue;
+    if (options_.keep_every > 0 && number % options_.keep_every == 0) continue;
+    std::error_code error;
+    fs::remove_all(path, error);
+    if (error) {
+      log_warning(absl::StrCat("cannot remove ", path, ": ", error.message()));
+    }
+  }
+}
+
+absl::StatusOr<TrainingCheckpoints::State> TrainingCheckpoints::load(
+    const std::string& checkpoint) {
+  c10::InferenceMode ordinary_tensors(false);
+  at::NoGradGuard no_grad;
+  const ProcessGroups& groups = model_.groups();
+  try {
+    absl::Status status = wait();
+    std::unique_ptr<ShardedCheckpointReader> reader;
+    std::unique_ptr<Loading> loading;
+    if (status.ok()) {
+      auto opened = ShardedCheckpointReader::open(checkpoint);
+      status = opened.status();
+      if (opened.ok()) reader = std::move(opened).value();
+    }
+    if (status.ok()) {
+      loading = std::make_unique<Loading>(*reader, model_, optimizer_,
+                                          options_.cast_dtypes);
+      status = loading->check();
+    }
+    const int64_t failed =
+        max_over_ranks(groups, status.ok() ? 0 : 1, "all_reduce before a load");
+    FS_RETURN_IF_ERROR(status);
+    if (failed != 0) {
+      return absl::AbortedError(
+          absl::StrCat(checkpoint, ": another rank failed; see its message"));
+    }
+    status = loading->load();
+    const int64_t broken =
+        max_over_ranks(groups, status.ok() ? 0 : 1, "all_reduce after a load");
+    FS_RETURN_IF_ERROR(status);
+    if (broken != 0) {
+      return absl::AbortedError(
+          absl::StrCat(checkpoint, ": another rank failed; see its message"));
+    }
+    restore_random_state(*reader, groups);
+    return reader->manifest().state;
+  } catch (const c10::Error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("load: ", error.what_without_backtrace()));
+  }
+}
+
+}  // namespace fullshard

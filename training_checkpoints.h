@@ -1,0 +1,103 @@
+#ifndef FULLSHARD_TRAINING_CHECKPOINTS_H_
+#define FULLSHARD_TRAINING_CHECKPOINTS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "fullshard/io/file_system.h"
+#include "fullshard/io/sharded_checkpoint_writer.h"
+#include "fullshard/optim/sharded_optimizer.h"
+#include "fullshard/sharding/fully_shard.h"
+
+namespace fullshard {
+
+struct TrainingCheckpointsOptions {
+  // After a save, remove all but the last n; 0: keep all.
+  int64_t keep_last = 0;
+  // Never remove those of steps that are multiples of this; 0: no such steps.
+  int64_t keep_every = 0;
+  // Convert tensors of another dtype on load, in place of refusing them.
+  bool cast_dtypes = false;
+  // How long the ranks wait for each other's files.
+  std::chrono::milliseconds timeout{600000};
+  FileSystem* file_system = nullptr;  // null: FileSystem::posix()
+};
+
+// The sharded checkpoints of a run, to go on from exactly: parameters, buffers,
+// the optimizer's state, every rank's random state, and what the caller adds.
+// Each is a folder `step-000123` that all ranks write together, on a file
+// system that they share, and that torch.distributed.checkpoint reads too, as
+// {"model": {name: tensor}, "optim": {"state": {name: {key: tensor}}}}.
+// `latest` is a link to the last one. Loads at any number of ranks, with any
+// mesh, strategy and wrap policy.
+//
+// Example:
+//   TrainingCheckpoints checkpoints(folder, model, &optimizer);
+//   checkpoints.save_async(step, {{"epoch", "3"}});
+//   ...
+//   auto state = checkpoints.load(find_latest_checkpoint(folder).path);
+class TrainingCheckpoints {
+ public:
+  using State = std::map<std::string, std::string>;
+
+  // `optimizer` may be null. Both outlive this.
+  TrainingCheckpoints(std::string folder, ShardedModule& model,
+                      ShardedOptimizer* optimizer,
+                      const TrainingCheckpointsOptions& options = {});
+  // Waits for a save that is under way; an error is logged.
+  ~TrainingCheckpoints();
+  TrainingCheckpoints(const TrainingCheckpoints&) = delete;
+  TrainingCheckpoints& operator=(const TrainingCheckpoints&) = delete;
+
+  // Saves, with `state` of rank 0, and returns the checkpoint's folder, on
+  // every rank, when it is durable. A checkpoint of the same step is replaced.
+  //
+  // Collective. Errors: those of the files, on every rank, and that of a save
+  // that was under way; what was there before stays.
+  absl::StatusOr<std::string> save(int64_t step, const State& state);
+  // Returns when the model may be changed; a thread writes a copy of this
+  // rank's shards, whose memory is kept for the next time. Waits for the save
+  // before, and returns its error, first.
+  absl::StatusOr<std::string> save_async(int64_t step, const State& state);
+  // Returns how the save that was under way ended; OK if there was none.
+  absl::Status wait();
+
+  // Loads a checkpoint; returns its state. Random states are restored if the
+  // number of ranks is the same.
+  //
+  // Collective. Errors: those of ShardedCheckpointReader; kInvalidArgument or
+  // kNotFound naming a tensor that is missing, unknown to the model, or of
+  // another shape or dtype, before anything has changed; a bad checksum may be
+  // found when part of the model is loaded.
+  absl::StatusOr<State> load(const std::string& checkpoint);
+
+ private:
+  absl::StatusOr<std::string> start(int64_t step, const State& state,
+                                    bool async);
+  std::vector<ShardToSave> collect() const;
+  void copy_to_buffer(std::vector<ShardToSave>& shards);
+  void remove_old(int64_t step) const;
+  absl::Status write(const std::string& folder, int64_t step,
+                     const std::vector<ShardToSave>& shards,
+                     const State& state) const;
+
+  const std::string folder_;
+  ShardedModule& model_;
+  ShardedOptimizer* const optimizer_;
+  const TrainingCheckpointsOptions options_;
+  FileSystem& file_system_;
+  at::Tensor buffer_;  // Bytes.
+  std::thread thread_;
+  absl::Status result_;  // Of the thread, once it is joined.
+};
+
+}  // namespace fullshard
+
+#endif  // FULLSHARD_TRAINING_CHECKPOINTS_H_
