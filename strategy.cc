@@ -74,47 +74,63 @@ absl::StatusOr<TrainingSummary> Strategy::run_training(
   TrainingSummary summary;
   StepMetrics metrics;
   metrics.total_steps = total_steps_;
+  if (!run_dir_.empty()) {
+    TrainingCheckpointsOptions options;
+    options.keep_last = config_.keep_last;
+    checkpoints_ = std::make_unique<TrainingCheckpoints>(
+        run_dir_ + "/checkpoints", *sharded_, optimizer_.get(), options);
+  }
   auto save = [&]() -> absl::Status {
     if (run_dir_.empty()) return absl::OkStatus();
     FS_ASSIGN_OR_RETURN(summary.checkpoint,
-                        save_checkpoint(run_dir_, summary.global_step,
-                                        summary.epoch, summary.last_loss));
-    return absl::OkStatus();
+                        save_checkpoint(run_dir_, progress_.global_step,
+                                        progress_.epoch, progress_.last_loss));
+    return save_progress(config_.save_async);
   };
-  bool saved = false;
-  while (summary.global_step < total_steps_ && !summary.interrupted) {
-    const std::vector<int64_t> order = sampler.indices(summary.epoch);
-    for (int64_t at = 0;
+  bool saved = progress_.global_step > 0;  // Nothing is new yet.
+  while (progress_.global_step < total_steps_ && !summary.interrupted) {
+    const std::vector<int64_t> order = sampler.indices(progress_.epoch);
+    for (int64_t at = progress_.steps_in_epoch * per_step;
          at < static_cast<int64_t>(order.size()) &&
-         summary.global_step < total_steps_ && !summary.interrupted;
+         progress_.global_step < total_steps_ && !summary.interrupted;
          at += per_step) {
       const auto start = std::chrono::steady_clock::now();
       absl::Status status = guarded("training", [&]() -> absl::Status {
-        metrics.result = training_step(
-            *sharded_, *optimizer_, *schedule_, step_options_,
-            summary.global_step, micro_batches(data, order, at, summary.epoch),
-            hooks.stop_requested && hooks.stop_requested());
+        metrics.result =
+            training_step(*sharded_, *optimizer_, *schedule_, step_options_,
+                          progress_.global_step,
+                          micro_batches(data, order, at, progress_.epoch),
+                          hooks.stop_requested && hooks.stop_requested());
         return absl::OkStatus();
       });
       FS_RETURN_IF_ERROR(status);
       metrics.seconds = std::chrono::duration<double>(
                             std::chrono::steady_clock::now() - start)
                             .count();
-      metrics.step = ++summary.global_step;
-      metrics.epoch = summary.epoch;
-      summary.last_loss = metrics.result.loss;
+      metrics.step = ++progress_.global_step;
+      metrics.epoch = progress_.epoch;
+      ++progress_.steps_in_epoch;
+      progress_.last_loss = metrics.result.loss;
       summary.interrupted = metrics.result.stop;
       saved = false;
       if (hooks.on_step) FS_RETURN_IF_ERROR(hooks.on_step(metrics));
+      const bool due = checkpoints_ != nullptr && config_.save_interval > 0 &&
+                       progress_.global_step % config_.save_interval == 0;
+      if (due) FS_RETURN_IF_ERROR(save_progress(config_.save_async));
     }
-    if (summary.interrupted || summary.global_step >= total_steps_) break;
-    if (!config_.max_steps.has_value()) {
+    if (summary.interrupted || progress_.global_step >= total_steps_) break;
+    if (!config_.max_steps.has_value() && !saved) {
       FS_RETURN_IF_ERROR(save());
       saved = true;
     }
-    ++summary.epoch;
+    ++progress_.epoch;
+    progress_.steps_in_epoch = 0;
   }
   if (!saved) FS_RETURN_IF_ERROR(save());
+  if (checkpoints_ != nullptr) FS_RETURN_IF_ERROR(checkpoints_->wait());
+  summary.global_step = progress_.global_step;
+  summary.epoch = progress_.epoch;
+  summary.last_loss = progress_.last_loss;
   summary.reason = summary.interrupted
                        ? absl::StrCat("interrupted at step ",
                                       summary.global_step, " of ", total_steps_)

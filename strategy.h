@@ -17,6 +17,7 @@
 #include "fullshard/optim/sharded_adamw.h"
 #include "fullshard/precision/sharded_grad_scaler.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/training_checkpoints.h"
 #include "fullshard/training_step.h"
 
 namespace fullshard {
@@ -57,6 +58,12 @@ struct StrategyConfig {
   bool reduce_in_full_precision = false;
   bool keep_low_precision_grads = false;  // See MixedPrecision.
   std::string loss_weighting = "mean";    // Or "tokens".
+
+  // Checkpoints to resume from exactly; see TrainingCheckpoints. Every so many
+  // steps, and where the weights are saved; 0: there only.
+  int64_t save_interval = 0;
+  int64_t keep_last = 2;   // Of them; 0: all.
+  bool save_async = true;  // Go on training while one is written.
 
   uint64_t seed = 7;
 };
@@ -113,8 +120,18 @@ class Strategy {
   // that can; kFailedPrecondition if called twice.
   absl::Status run_setup(const std::string& run_dir, int64_t n_train_examples);
 
+  // Goes on from a checkpoint of run_training, a folder `step-000123`: weights,
+  // optimizer, schedule, loss scale, random states and the place in the data.
+  // On the same number of ranks the losses are those of a run that was not
+  // interrupted, bit for bit. Call after run_setup.
+  //
+  // Errors: as TrainingCheckpoints::load; kInvalidArgument naming a setting
+  // that decides the order of the data and differs.
+  absl::Status resume(const std::string& checkpoint);
+
   // Trains for max_steps or epochs. Saves a checkpoint at the end, also when
-  // interrupted, and without max_steps after every epoch.
+  // interrupted, and without max_steps after every epoch: the weights as
+  // save_checkpoint, and one to resume from.
   absl::StatusOr<TrainingSummary> run_training(const TrainingData& data,
                                                const TrainingHooks& hooks);
 
@@ -143,6 +160,7 @@ class Strategy {
   std::string setup_summary() const;
 
   int64_t total_steps() const { return total_steps_; }
+  int64_t global_step() const { return progress_.global_step; }
   const StrategyConfig& config() const { return config_; }
   const ProcessGroups& groups() const { return groups_; }
   // Requires: run_setup succeeded.
@@ -159,6 +177,14 @@ class Strategy {
                                       const std::vector<int64_t>& order,
                                       int64_t begin, int64_t epoch) const;
   absl::Status write_checkpoint(const std::string& path, bool only_trainable);
+  // Where training is.
+  struct Progress {
+    int64_t global_step = 0;
+    int64_t epoch = 0;
+    int64_t steps_in_epoch = 0;
+    double last_loss = 0;
+  };
+  absl::Status save_progress(bool async);
 
   const std::shared_ptr<VisionLanguageModel> model_;
   const ProcessGroups groups_;
@@ -173,6 +199,9 @@ class Strategy {
   std::unique_ptr<ShardedGradScaler> scaler_;  // For fp16.
   std::optional<LrSchedule> schedule_;
   TrainingStepOptions step_options_;
+  Progress progress_;
+  // Last: what is being saved refers to the model and the optimizer.
+  std::unique_ptr<TrainingCheckpoints> checkpoints_;
 };
 
 }  // namespace fullshard

@@ -70,6 +70,13 @@ void for_each_field(Config& config, F f) {
   f("seed", s.seed, "of initialisation and order");
   f("pretrained_checkpoint", config.pretrained_checkpoint,
     "a .pt file or run folder whose modules to start from");
+  f("resume", config.resume,
+    "a run folder (its latest complete checkpoint) or a checkpoint to go on "
+    "from exactly, with the run's settings");
+  f("save_interval", s.save_interval,
+    "steps between checkpoints to resume from; 0: at the end only");
+  f("keep_last", s.keep_last, "how many of these to keep; 0: all");
+  f("save_async", s.save_async, "go on training while one is written");
   f("run_root_dir", config.run_root_dir, "where run folders go");
   f("run_id", config.run_id, "name of the run folder; empty: made");
   f("show_images", config.show_images, "held-out images to draw");
@@ -196,6 +203,27 @@ absl::Status read_file(TrainConfig& config, const std::string& path) {
   return absl::OkStatus();
 }
 
+// The run folder that holds a checkpoint, or is `path` itself.
+absl::StatusOr<std::filesystem::path> run_folder_of(const std::string& path) {
+  const std::filesystem::path given =
+      std::filesystem::path(path).lexically_normal();
+  std::error_code ignored;
+  std::filesystem::path folder =
+      given.has_filename() ? given : given.parent_path();
+  for (int levels = 0; levels < 3; ++levels) {
+    if (std::filesystem::exists(
+            std::filesystem::path(user_path(folder.string())) / "config.yaml",
+            ignored)) {
+      return folder;
+    }
+    folder = folder.parent_path();
+  }
+  return absl::NotFoundError(absl::StrCat(
+      "--resume: expected the folder of a run, with config.yaml, or of one of "
+      "its checkpoints; got ",
+      path));
+}
+
 absl::Status check(const TrainConfig& config) {
   auto refuse = [](absl::string_view message) {
     return absl::InvalidArgumentError(message);
@@ -219,6 +247,8 @@ absl::Status check(const TrainConfig& config) {
       {"learning_rate", config.strategy.learning_rate},
       {"weight_decay", config.strategy.weight_decay},
       {"max_grad_norm", config.strategy.max_grad_norm},
+      {"save_interval", static_cast<double>(config.strategy.save_interval)},
+      {"keep_last", static_cast<double>(config.strategy.keep_last)},
       {"show_images", static_cast<double>(config.show_images)}};
   for (const auto& [key, value] : never_negative) {
     if (value >= 0) continue;
@@ -251,6 +281,16 @@ absl::StatusOr<TrainConfig> parse_train_config(
     const std::vector<std::string>& arguments) {
   TrainConfig config;
   constexpr char kConfig[] = "--config=";
+  constexpr char kResume[] = "--resume=";
+  for (const std::string& argument : arguments) {
+    if (!absl::StartsWith(argument, kResume)) continue;
+    FS_ASSIGN_OR_RETURN(const std::filesystem::path folder,
+                        run_folder_of(argument.substr(sizeof(kResume) - 1)));
+    FS_RETURN_IF_ERROR(read_file(config, (folder / "config.yaml").string()));
+    config.run_root_dir =
+        folder.has_parent_path() ? folder.parent_path().string() : ".";
+    config.run_id = folder.filename().string();
+  }
   for (const std::string& argument : arguments) {
     if (absl::StartsWith(argument, kConfig)) {
       FS_RETURN_IF_ERROR(

@@ -21,13 +21,15 @@ struct TrainConfig {
   int64_t nproc = 2;
   std::string backend;                // See ProcessGroupsOptions.
   std::string pretrained_checkpoint;  // Modules to start from.
+  std::string resume;  // A run's folder or checkpoint to go on from.
   std::string run_root_dir = "runs";
   std::string run_id;       // Default: made from stage and time.
   int64_t show_images = 8;  // Held-out images drawn; 0: none.
 };
 
 // Reads command line arguments: --config=FILE and --key=value, the later one
-// winning, and files before flags. `--key` alone means true.
+// winning, and files before flags. `--key` alone means true. --resume=FOLDER
+// starts from that run's own settings, and goes on in its folder.
 //
 // Errors: kInvalidArgument for an unknown key (names the nearest), a value of
 // the wrong kind, or a file that is no flat YAML map; says where.

@@ -20,6 +20,7 @@
 #include "fullshard/core/process_groups.h"
 #include "fullshard/core/status.h"
 #include "fullshard/data/fashion_captions.h"
+#include "fullshard/io/sharded_checkpoint_reader.h"
 #include "fullshard/metrics/run_metrics.h"
 #include "fullshard/models/prismatic.h"
 #include "fullshard/terminal/draw_images.h"
@@ -55,9 +56,13 @@ absl::StatusOr<std::string> make_run_dir(const TrainConfig& config,
                                                folder.string(), ": ",
                                                error.message()));
   }
-  FS_RETURN_IF_ERROR(write_file(folder / "config.yaml", to_yaml(config)));
-  FS_RETURN_IF_ERROR(write_file(folder / "config.json", to_json(config)));
   return folder.string();
+}
+
+absl::Status write_config(const TrainConfig& config,
+                          const std::filesystem::path& folder) {
+  FS_RETURN_IF_ERROR(write_file(folder / "config.yaml", to_yaml(config)));
+  return write_file(folder / "config.json", to_json(config));
 }
 
 std::shared_ptr<Prismatic> make_model(const TrainConfig& config,
@@ -81,6 +86,8 @@ class Reporter {
                            to_json(config)));
     return reporter;
   }
+
+  absl::Status resume(int64_t step) { return metrics_->drop_after(step); }
 
   absl::Status step(const StepMetrics& step) {
     FS_RETURN_IF_ERROR(metrics_->log(
@@ -126,8 +133,13 @@ void draw(const CaptionDataset& data, const std::vector<int64_t>& examples,
 // Learning from captions, from set-up to the last line.
 class Job {
  public:
-  Job(const TrainConfig& config, ProcessGroups groups, FashionCaptions data)
-      : config_(config), groups_(std::move(groups)), data_(std::move(data)) {}
+  // `given`: as the user gave it, for the run's files.
+  Job(const TrainConfig& config, const TrainConfig& given, ProcessGroups groups,
+      FashionCaptions data)
+      : config_(config),
+        given_(given),
+        groups_(std::move(groups)),
+        data_(std::move(data)) {}
 
   absl::Status run() {
     std::shared_ptr<Prismatic> model = make_model(config_, data_.training);
@@ -145,10 +157,15 @@ class Job {
     Strategy strategy(std::move(model), groups_, config_.strategy);
     FS_RETURN_IF_ERROR(
         strategy.run_setup(run_dir, data_.training.num_examples()));
-    if (!config_.pretrained_checkpoint.empty()) {
+    if (!config_.resume.empty()) {
+      FS_RETURN_IF_ERROR(resume(strategy));
+    } else if (!config_.pretrained_checkpoint.empty()) {
       FS_RETURN_IF_ERROR(
           strategy.load_checkpoint(user_path(config_.pretrained_checkpoint)));
     }
+    // Not before: a mistake must not change the settings that a run has.
+    FS_RETURN_IF_ERROR(
+        on_rank_0([&] { return write_config(given_, run_dir); }));
     const std::vector<int64_t> shown = shown_examples();
     const auto before = caption_images(strategy, data_.held_out, shown);
     FS_ASSIGN_OR_RETURN(const TrainingSummary summary, train(strategy));
@@ -185,6 +202,24 @@ class Job {
                : absl::AbortedError("rank 0 could not start");
   }
 
+  absl::Status resume(Strategy& strategy) {
+    std::string path = user_path(config_.resume);
+    if (!std::filesystem::exists(path + "/" + kManifestName)) {
+      for (const char* const folder : {"/checkpoints", ""}) {
+        const LatestCheckpoint latest = find_latest_checkpoint(path + folder);
+        for (const std::string& skipped : latest.skipped) {
+          if (groups_.rank() == 0) log_warning(skipped);
+        }
+        if (latest.path.empty()) continue;
+        path = latest.path;
+        break;
+      }
+    }
+    FS_RETURN_IF_ERROR(strategy.resume(path));
+    return reporter_ ? reporter_->resume(strategy.global_step())
+                     : absl::OkStatus();
+  }
+
   std::vector<int64_t> shown_examples() const {
     std::vector<int64_t> examples(static_cast<size_t>(
         std::min<int64_t>(std::max<int64_t>(1, config_.show_images),
@@ -211,6 +246,7 @@ class Job {
   }
 
   const TrainConfig config_;
+  const TrainConfig given_;
   const ProcessGroups groups_;
   const FashionCaptions data_;
   std::unique_ptr<Reporter> reporter_;
@@ -235,7 +271,7 @@ absl::Status run_train_job(const TrainConfig& config, const LaunchEnv& env) {
     FS_ASSIGN_OR_RETURN(FashionCaptions data, load_fashion_captions());
     FS_ASSIGN_OR_RETURN(ProcessGroups groups,
                         init_process_groups(env, options));
-    return Job(resolved, std::move(groups), std::move(data)).run();
+    return Job(resolved, config, std::move(groups), std::move(data)).run();
   } catch (const c10::Error& error) {
     return absl::InternalError(error.what_without_backtrace());
   }

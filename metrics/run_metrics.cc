@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
@@ -57,6 +58,35 @@ absl::StatusOr<std::unique_ptr<RunMetrics>> RunMetrics::create(
                                                      : "Finetune";
   FS_ASSIGN_OR_RETURN(metrics->file_, open_for_append(metrics->path_));
   return metrics;
+}
+
+absl::Status RunMetrics::drop_after(int64_t step) {
+  file_.reset();
+  std::string kept;
+  {
+    std::ifstream file(path_);
+    for (std::string line; std::getline(file, line);) {
+      const auto parsed = nlohmann::json::parse(line, nullptr, false);
+      const std::string key = absl::StrCat(prefix_, "/Step");
+      // A line that was cut off belongs to a step that is done again.
+      if (parsed.is_object() && parsed.contains(key) &&
+          parsed[key].is_number_integer() && parsed[key] <= step) {
+        absl::StrAppend(&kept, line, "\n");
+      }
+    }
+  }
+  const std::string temporary = absl::StrCat(path_, ".tmp");
+  {
+    std::ofstream file(temporary);
+    file << kept;
+    file.close();
+    if (!file) return file_error(temporary);
+  }
+  if (std::rename(temporary.c_str(), path_.c_str()) != 0) {
+    return file_error(path_);
+  }
+  FS_ASSIGN_OR_RETURN(file_, open_for_append(path_));
+  return absl::OkStatus();
 }
 
 absl::Status RunMetrics::log(const StepRecord& record) {

@@ -38,6 +38,10 @@ class RunMetrics {
       const std::string& run_dir, const std::string& run_id,
       const std::string& stage, const std::string& hparams_json);
 
+  // Removes the lines of later steps, which a run that goes on from `step`
+  // writes again. Call before log().
+  absl::Status drop_after(int64_t step);
+
   // Errors: kUnavailable if the line cannot be written.
   absl::Status log(const StepRecord& record);
 

@@ -34,14 +34,20 @@ struct Outcome {
 // The program in its own process group, with its output in a file.
 class Program {
  public:
-  Program(const std::string& run_id, std::vector<std::string> flags)
+  // `keep`: what an earlier program of that run left is still there.
+  Program(const std::string& run_id, std::vector<std::string> flags,
+          bool keep = false)
       : root_(fs::path(::testing::TempDir()) / "train_program"),
         run_dir_(root_ / run_id),
         log_(root_ / (run_id + ".log")) {
-    fs::remove_all(run_dir_);
+    if (!keep) fs::remove_all(run_dir_);
     fs::create_directories(root_);
-    flags.push_back("--run_root_dir=" + root_.string());
-    flags.push_back("--run_id=" + run_id);
+    if (keep) {
+      flags.push_back("--resume=" + run_dir_.string());
+    } else {
+      flags.push_back("--run_root_dir=" + root_.string());
+      flags.push_back("--run_id=" + run_id);
+    }
     pid_ = fork();
     if (pid_ != 0) return;
     (void)!std::freopen(log_.c_str(), "w", stdout);
@@ -166,6 +172,67 @@ TEST(TrainProgramTest, CtrlCSavesAndASecondRunStartsFromIt) {
   ASSERT_EQ(again.exit_code, 0) << again.output;
   EXPECT_THAT(again.output, HasSubstr("loaded vision_backbone"));
   EXPECT_LT(next.losses()[0], program.losses()[0] - 0.5);
+}
+
+// Killed between two saves and resumed, a run has the losses of one that was
+// left alone, bit for bit; on another number of ranks, nearly.
+TEST(TrainProgramTest, AKilledRunResumesExactly) {
+  const std::vector<std::string> flags = {"--max_steps=40", "--show_images=0",
+                                          "--loss_weighting=tokens",
+                                          "--global_batch_size=600"};
+  Program whole("whole", flags);
+  const Outcome expected = whole.wait();
+  ASSERT_EQ(expected.exit_code, 0) << expected.output;
+  const std::vector<double> losses = whole.losses();
+  ASSERT_EQ(losses.size(), 40u);
+  for (int nproc : {2, 3}) {
+    const std::string id = "resumed" + std::to_string(nproc);
+    std::vector<std::string> saving = flags;
+    saving.emplace_back("--save_interval=5");
+    Program killed(id, saving);
+    ASSERT_TRUE(killed.reach(18));
+    kill(killed.rank_pid(), SIGKILL);
+    EXPECT_NE(killed.wait().exit_code, 0);
+    Program resumed(id, {"--nproc=" + std::to_string(nproc)}, /*keep=*/true);
+    const Outcome outcome = resumed.wait();
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("resumed from "));
+    EXPECT_THAT(outcome.output, ::testing::Not(HasSubstr("step 5 of")));
+    const std::vector<double> again = resumed.losses();
+    ASSERT_EQ(again.size(), losses.size());
+    for (size_t i = 0; i < losses.size(); ++i) {
+      if (nproc == 2) {
+        EXPECT_EQ(again[i], losses[i]) << i;
+      } else {
+        EXPECT_NEAR(again[i], losses[i], 2e-3) << i;
+      }
+    }
+    if (nproc == 2) {
+      EXPECT_EQ(held_out_loss(outcome.output), held_out_loss(expected.output));
+    }
+  }
+}
+
+TEST(TrainProgramTest, ResumeNamesWhatIsWrong) {
+  Program first("resumable", {"--max_steps=3", "--show_images=0"});
+  ASSERT_EQ(first.wait().exit_code, 0);
+  const std::pair<std::string, std::string> mistakes[] = {
+      {"--seed=8", "seed: the run was started with 7"},
+      {"--global_batch_size=60", "global_batch_size: the run was started"},
+      {"--stage=align", "unexpected key"}};
+  for (const auto& [flag, expected] : mistakes) {
+    Program program("resumable", {flag}, /*keep=*/true);
+    const Outcome outcome = program.wait();
+    EXPECT_NE(outcome.exit_code, 0) << flag;
+    EXPECT_THAT(outcome.output, HasSubstr(expected)) << flag;
+    EXPECT_THAT(outcome.output, ::testing::Not(HasSubstr("frame #")));
+  }
+  Program nowhere("nowhere", {"--resume=/tmp/no-such-run"});
+  EXPECT_THAT(nowhere.wait().output, HasSubstr("expected the folder of a run"));
+  // A run that has ended goes on if there is more to do.
+  Program more("resumable", {"--max_steps=5"}, /*keep=*/true);
+  EXPECT_EQ(more.wait().exit_code, 0);
+  EXPECT_EQ(more.losses().size(), 5u);
 }
 
 TEST(TrainProgramTest, UsersMistakesAreOneLine) {
