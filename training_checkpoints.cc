@@ -33,15 +33,26 @@ namespace fs = std::filesystem;
 using Path = std::vector<std::string>;
 using SavedTensor = ShardedManifest::Tensor;
 
-constexpr char kModel[] = "model";
-constexpr char kOptim[] = "optim";
 constexpr char kState[] = "state";
 constexpr char kStep[] = "step";
 
-Path model_path(const std::string& name) { return {kModel, name}; }
-Path optim_path(const std::string& name, const std::string& key) {
-  return {kOptim, kState, name, key};
-}
+// Where tensors are in the nested dicts of a checkpoint.
+class Paths {
+ public:
+  explicit Paths(const TrainingCheckpointsOptions& options)
+      : model_key_(options.model_key), optimizer_key_(options.optimizer_key) {}
+  Path model(const std::string& name) const { return {model_key_, name}; }
+  Path optimizer(const std::string& name, const std::string& key) const {
+    return {optimizer_key_, kState, name, key};
+  }
+  bool is_model(const Path& path) const { return path[0] == model_key_; }
+  bool is_optimizer(const Path& path) const {
+    return path[0] == optimizer_key_;
+  }
+
+ private:
+  const std::string model_key_, optimizer_key_;
+};
 Path rng_path(int rank, c10::DeviceType device) {
   return {"rng", absl::StrCat(rank),
           c10::DeviceTypeName(device, /*lower_case=*/true)};
@@ -98,11 +109,13 @@ bool is_saved(const ShardedOptimizer& optimizer,
 class Loading {
  public:
   Loading(const ShardedCheckpointReader& reader, ShardedModule& model,
-          ShardedOptimizer* optimizer, bool cast_dtypes)
+          ShardedOptimizer* optimizer,
+          const TrainingCheckpointsOptions& options)
       : reader_(reader),
         model_(model),
         optimizer_(optimizer),
-        cast_dtypes_(cast_dtypes) {
+        cast_dtypes_(options.cast_dtypes),
+        paths_(options) {
     for (LocalShard& shard : model.local_shards()) {
       shards_.emplace(shard.name, std::move(shard));
     }
@@ -112,18 +125,17 @@ class Loading {
   // Looks at everything and changes nothing.
   absl::Status check() {
     for (const auto& [name, shard] : shards_) {
-      const SavedTensor* const saved =
-          find(shard, [](const std::string& n) { return model_path(n); });
-      FS_RETURN_IF_ERROR(check_tensor(saved, model_path(name), shard.sizes,
+      const SavedTensor* const saved = find_model(shard);
+      FS_RETURN_IF_ERROR(check_tensor(saved, paths_.model(name), shard.sizes,
                                       shard.values.scalar_type()));
       for (const std::string& alias : shard.aliases) {
-        known_.insert(flat_name(model_path(alias)));
+        known_.insert(flat_name(paths_.model(alias)));
       }
     }
     for (const auto& [name, tensor] : model_.whole_tensors()) {
-      FS_RETURN_IF_ERROR(check_tensor(reader_.find(flat_name(model_path(name))),
-                                      model_path(name), tensor.sizes().vec(),
-                                      tensor.scalar_type()));
+      FS_RETURN_IF_ERROR(check_tensor(
+          reader_.find(flat_name(paths_.model(name))), paths_.model(name),
+          tensor.sizes().vec(), tensor.scalar_type()));
     }
     for (const LocalOptimizerState& state : states_) {
       FS_RETURN_IF_ERROR(check_optimizer(shards_.at(state.name)));
@@ -134,10 +146,10 @@ class Loading {
   absl::Status load() {
     FS_RETURN_IF_ERROR(model_.load_local_shards(
         [&](const LocalShard& shard) {
-          return fill(*find(shard, &model_path), shard, shard.values);
+          return fill(*find_model(shard), shard, shard.values);
         },
         [&](const std::string& name) {
-          return reader_.tensor(*reader_.find(flat_name(model_path(name))));
+          return reader_.tensor(*reader_.find(flat_name(paths_.model(name))));
         }));
     return optimizer_ == nullptr ? absl::OkStatus() : load_optimizer();
   }
@@ -152,10 +164,15 @@ class Loading {
     }
     return saved;
   }
+  const SavedTensor* find_model(const LocalShard& shard) const {
+    return find(shard,
+                [&](const std::string& name) { return paths_.model(name); });
+  }
   const SavedTensor* find_state(const LocalShard& shard,
                                 const std::string& key) const {
-    return find(shard,
-                [&](const std::string& name) { return optim_path(name, key); });
+    return find(shard, [&](const std::string& name) {
+      return paths_.optimizer(name, key);
+    });
   }
 
   absl::Status check_tensor(const SavedTensor* saved, const Path& path,
@@ -189,19 +206,19 @@ class Loading {
     const SavedTensor* const step = find_state(shard, kStep);
     if (step != nullptr) {
       any = true;
-      FS_RETURN_IF_ERROR(
-          check_tensor(step, optim_path(shard.name, kStep), {}, at::kFloat));
+      FS_RETURN_IF_ERROR(check_tensor(step, paths_.optimizer(shard.name, kStep),
+                                      {}, at::kFloat));
     }
     if (!any) return absl::OkStatus();  // Never had a gradient.
     if (optimizer_->has_step() && step == nullptr) {
       return absl::NotFoundError(absl::StrCat(
-          reader_.folder(), ": '", flat_name(optim_path(shard.name, kStep)),
-          "' is missing"));
+          reader_.folder(), ": '",
+          flat_name(paths_.optimizer(shard.name, kStep)), "' is missing"));
     }
     for (const std::string& key : optimizer_->state_names()) {
       FS_RETURN_IF_ERROR(check_tensor(find_state(shard, key),
-                                      optim_path(shard.name, key), shard.sizes,
-                                      shard.values.scalar_type()));
+                                      paths_.optimizer(shard.name, key),
+                                      shard.sizes, shard.values.scalar_type()));
     }
     return absl::OkStatus();
   }
@@ -209,8 +226,9 @@ class Loading {
   // Without an optimizer its state is not looked at.
   absl::Status check_for_unknown() const {
     for (const SavedTensor& tensor : reader_.manifest().tensors) {
-      const bool concerns = tensor.path[0] == kModel ||
-                            (tensor.path[0] == kOptim && optimizer_ != nullptr);
+      const bool concerns =
+          paths_.is_model(tensor.path) ||
+          (paths_.is_optimizer(tensor.path) && optimizer_ != nullptr);
       if (!concerns) continue;
       bool known = known_.count(tensor.name()) != 0;
       for (const Path& alias : tensor.aliases) {
@@ -219,8 +237,8 @@ class Loading {
       if (known) continue;
       return absl::InvalidArgumentError(absl::StrCat(
           reader_.folder(), ": unexpected key '", tensor.name(), "': ",
-          tensor.path[0] == kModel ? "the model has no tensor of that name"
-                                   : "the optimizer does not keep it"));
+          paths_.is_model(tensor.path) ? "the model has no tensor of that name"
+                                       : "the optimizer does not keep it"));
     }
     return absl::OkStatus();
   }
@@ -263,6 +281,7 @@ class Loading {
   ShardedModule& model_;
   ShardedOptimizer* const optimizer_;
   const bool cast_dtypes_;
+  const Paths paths_;
   std::unordered_map<std::string, LocalShard> shards_;
   std::vector<LocalOptimizerState> states_;
   std::set<std::string> known_;
@@ -359,15 +378,16 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
 
 std::vector<ShardToSave> TrainingCheckpoints::collect() const {
   const ProcessGroups& groups = model_.groups();
+  const Paths paths(options_);
   std::vector<ShardToSave> shards;
   const std::vector<LocalShard> locals = model_.local_shards();
   std::unordered_map<std::string, const LocalShard*> by_name;
   for (const LocalShard& local : locals) {
     by_name[local.name] = &local;
     if (!local.own_turn) continue;
-    shards.push_back(part(local, model_path(local.name), local.values));
+    shards.push_back(part(local, paths.model(local.name), local.values));
     for (const std::string& alias : local.aliases) {
-      shards.back().aliases.push_back(model_path(alias));
+      shards.back().aliases.push_back(paths.model(alias));
     }
   }
   const std::vector<LocalOptimizerState> states =
@@ -377,19 +397,19 @@ std::vector<ShardToSave> TrainingCheckpoints::collect() const {
     const LocalShard& local = *by_name.at(state.name);
     if (!local.own_turn || !is_saved(*optimizer_, state)) continue;
     for (const auto& [key, tensor] : state.tensors) {
-      shards.push_back(part(local, optim_path(state.name, key),
+      shards.push_back(part(local, paths.optimizer(state.name, key),
                             as_parameter(local, tensor)));
     }
     if (optimizer_->has_step() && local.begin == 0 &&
         local.values.numel() > 0) {
       shards.push_back(
-          whole(optim_path(state.name, kStep),
+          whole(paths.optimizer(state.name, kStep),
                 at::full({}, static_cast<double>(state.step), at::kFloat)));
     }
   }
   if (groups.rank() == 0) {
     for (const auto& [name, tensor] : model_.whole_tensors()) {
-      shards.push_back(whole(model_path(name), tensor));
+      shards.push_back(whole(paths.model(name), tensor));
     }
   }
   for (const c10::Device device : random_devices(groups.device())) {
@@ -481,8 +501,8 @@ absl::StatusOr<TrainingCheckpoints::State> TrainingCheckpoints::load(
       if (opened.ok()) reader = std::move(opened).value();
     }
     if (status.ok()) {
-      loading = std::make_unique<Loading>(*reader, model_, optimizer_,
-                                          options_.cast_dtypes);
+      loading =
+          std::make_unique<Loading>(*reader, model_, optimizer_, options_);
       status = loading->check();
     }
     const int64_t failed =

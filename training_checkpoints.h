@@ -23,6 +23,10 @@ struct TrainingCheckpointsOptions {
   int64_t keep_last = 0;
   // Never remove those of steps that are multiples of this; 0: no such steps.
   int64_t keep_every = 0;
+  // What the model's and the optimizer's tensors are under; "optimizer" in many
+  // checkpoints of Python.
+  std::string model_key = "model";
+  std::string optimizer_key = "optim";
   // Convert tensors of another dtype on load, in place of refusing them.
   bool cast_dtypes = false;
   // How long the ranks wait for each other's files.

@@ -19,6 +19,7 @@
 #include "fullshard/io/pt_reader.h"
 #include "fullshard/io/safetensors_names.h"
 #include "fullshard/io/safetensors_reader.h"
+#include "fullshard/io/sharded_checkpoint_reader.h"
 #include "fullshard/io/weight_map.h"
 
 namespace fullshard {
@@ -205,6 +206,54 @@ Opened open_safetensors(const std::string& path, const std::string& file,
                                                  is_sharded);
 }
 
+// One that all ranks of a job wrote, or Python's DCP.
+class ShardedCheckpoint final : public CheckpointReader {
+ public:
+  static Opened open(const std::string& path) {
+    FS_ASSIGN_OR_RETURN(std::unique_ptr<ShardedCheckpointReader> reader,
+                        ShardedCheckpointReader::open(path));
+    return std::unique_ptr<CheckpointReader>(
+        new ShardedCheckpoint(path, std::move(reader)));
+  }
+
+  absl::StatusOr<at::Tensor> tensor(size_t i) override {
+    return reader_->tensor(reader_->manifest().tensors[source_[i]]);
+  }
+
+ private:
+  ShardedCheckpoint(const std::string& path,
+                    std::unique_ptr<ShardedCheckpointReader> reader)
+      : CheckpointReader(path, reader->is_of_python() ? "dcp" : "sharded"),
+        reader_(std::move(reader)) {
+    const ShardedManifest& manifest = reader_->manifest();
+    for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+      const size_t first = tensors_.size();
+      add(i, manifest.tensors[i].path);
+      for (const auto& alias : manifest.tensors[i].aliases) {
+        add(i, alias);
+        tensors_.back().tied_to = first;
+      }
+    }
+    metadata_.assign(manifest.state.begin(), manifest.state.end());
+  }
+
+  void add(size_t source, const std::vector<std::string>& tensor_path) {
+    const ShardedManifest::Tensor& saved = reader_->manifest().tensors[source];
+    CheckpointTensor& tensor = tensors_.emplace_back();
+    tensor.name = flat_name(tensor_path);
+    tensor.path = tensor_path;
+    tensor.dtype = find_dtype(saved.dtype)->name;
+    tensor.scalar_type = saved.dtype;
+    tensor.sizes = saved.sizes;
+    tensor.num_bytes =
+        saved.numel() * static_cast<int64_t>(c10::elementSize(saved.dtype));
+    source_.push_back(source);
+  }
+
+  const std::unique_ptr<ShardedCheckpointReader> reader_;
+  std::vector<size_t> source_;  // By tensor, into the manifest's.
+};
+
 Opened open_pt(const std::string& path, const std::string& file) {
   auto checkpoint = std::make_unique<PtCheckpoint>(path, "pt");
   FS_RETURN_IF_ERROR(checkpoint->add_file(file, nullptr));
@@ -251,6 +300,11 @@ absl::StatusOr<absl::string_view> CheckpointReader::bytes(size_t i) {
 
 Opened open_checkpoint(const std::string& path) {
   if (!is_folder(path)) return open_file(path, path);
+  for (const char* const name : {kManifestName, ".metadata"}) {
+    if (exists(absl::StrCat(path, "/", name))) {
+      return ShardedCheckpoint::open(path);
+    }
+  }
   constexpr const char* kNames[] = {
       kSafetensorsIndexName,          kSafetensorsName,
       "pytorch_model.bin.index.json", "pytorch_model.bin",

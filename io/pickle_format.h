@@ -42,6 +42,11 @@ enum class Opcode : unsigned char {
   kNewtrue = 0x88,
   kNewfalse = 0x89,
   kLong1 = 0x8a,
+  // Protocol 4.
+  kShortBinunicode = 0x8c,
+  kStackGlobal = 0x93,
+  kMemoize = 0x94,
+  kFrame = 0x95,
 };
 
 // A global as it follows kGlobal: module, newline, name.
@@ -54,6 +59,17 @@ constexpr char kSize[] = "torch\nSize";
 constexpr char kDevice[] = "torch\ndevice";
 constexpr char kUntypedStorage[] = "torch.storage\nUntypedStorage";
 constexpr char kTorchPrefix[] = "torch\n";
+// Of torch.distributed.checkpoint.
+constexpr char kDcpMetadataPrefix[] = "torch.distributed.checkpoint.metadata\n";
+constexpr char kDcpStorageInfo[] =
+    "torch.distributed.checkpoint.filesystem\n_StorageInfo";
+constexpr char kGetLayout[] = "torch.serialization\n_get_layout";
+constexpr char kGetattr[] = "builtins\ngetattr";
+
+inline bool is_posix_path(absl::string_view global) {
+  return global == "pathlib\nPosixPath" ||
+         global == "pathlib._local\nPosixPath";
+}
 
 // "torch\nFloatStorage" as "FloatStorage"; empty for other modules.
 inline absl::string_view strip_torch(absl::string_view global) {

@@ -4,31 +4,21 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "fullshard/core/status.h"
-#include "fullshard/io/dtype_names.h"
-#include "fullshard/io/pickle_format.h"
+#include "fullshard/io/pickle_machine.h"
 
-namespace fullshard {
+namespace fullshard::internal {
 namespace {
 
-using internal::Opcode;
-using internal::PickleDocument;
-using internal::PickleNode;
-using internal::strip_torch;
+absl::Status malformed(absl::string_view what) {
+  return malformed_pickle(what);
+}
 
 constexpr size_t kMaxPickleBytes = size_t{64} << 20;
-constexpr size_t kMaxDimensions = 64;
-constexpr uint32_t kMaxDepth = 1000;
-constexpr size_t kMemoryPerFileByte = 8;
-constexpr size_t kFreeMemory = size_t{1} << 20;
-constexpr size_t kMaxMarks = 4 * kMaxDepth;
-constexpr uint32_t kNoNode = 0xffffffff;
-
-absl::Status malformed(absl::string_view what) {
-  return absl::DataLossError(absl::StrCat("malformed pickle: ", what));
-}
+constexpr size_t kMaxMarks = 4 * kMaxPickleDepth;
 
 // "os\nsystem" as "os.system".
 std::string dotted(absl::string_view global) {
@@ -37,103 +27,26 @@ std::string dotted(absl::string_view global) {
 
 bool is_allowed_global(absl::string_view global) {
   for (const char* allowed :
-       {internal::kOrderedDict, internal::kRebuildTensor,
-        internal::kRebuildTensorV2, internal::kRebuildTensorV3,
-        internal::kRebuildParameter, internal::kSize, internal::kDevice,
-        internal::kUntypedStorage}) {
+       {kOrderedDict, kRebuildTensor, kRebuildTensorV2, kRebuildTensorV3,
+        kRebuildParameter, kSize, kDevice, kUntypedStorage}) {
     if (global == allowed) return true;
   }
   return find_dtype_of_storage(strip_torch(global)) != nullptr;
 }
 
-bool is_storage_type(const PickleNode& node) {
-  return node.kind == PtKind::kGlobal &&
-         (node.text == internal::kUntypedStorage ||
-          find_dtype_of_storage(strip_torch(node.text)) != nullptr);
+// What Python's torch.distributed.checkpoint writes into .metadata.
+bool is_dcp_global(absl::string_view global) {
+  const absl::string_view metadata = kDcpMetadataPrefix;
+  return absl::StartsWith(global, metadata) || global == kDcpStorageInfo ||
+         global == kGetLayout || global == kGetattr || global == kOrderedDict ||
+         global == kSize || is_posix_path(global);
 }
 
-// The machine that runs a pickle's opcodes.
-class PickleReader {
- public:
-  PickleReader(absl::string_view bytes, std::shared_ptr<const void> owner,
-               size_t max_memory)
-      : document_(std::make_shared<PickleDocument>()),
-        num_available_(bytes.size()),
-        max_memory_(max_memory),
-        rest_(bytes) {
-    document_->owner = std::move(owner);
-    make_constants();
-  }
+}  // namespace
 
-  absl::StatusOr<Pickle> read();
-
- private:
-  // Shared nodes for what takes one or two bytes in the input.
-  void make_constants();
-  uint32_t none() const { return 0; }
-  uint32_t boolean(bool value) const { return value ? 2 : 1; }
-  uint32_t empty_tuple() const { return 3; }
-
-  const PickleNode& node(uint32_t index) { return document_->node(index); }
-  int64_t integer(uint32_t index) { return document_->integer(index); }
-  PtKind kind(uint32_t index) { return node(index).kind; }
-
-  absl::Status run(Opcode code);
-  absl::Status run_scalar(Opcode code);
-  absl::Status run_container(Opcode code);
-  absl::Status run_object(Opcode code);
-
-  absl::StatusOr<uint64_t> little_endian(size_t num_bytes);
-  absl::StatusOr<absl::string_view> take(uint64_t num_bytes);
-  absl::StatusOr<absl::string_view> take_line();
-
-  absl::StatusOr<uint32_t> make(PickleNode node);
-  absl::Status push_new(PickleNode node);
-  absl::Status push_integer(int64_t value);
-  absl::Status push_text(PtKind kind, absl::string_view text);
-  absl::StatusOr<uint32_t> pop();
-  absl::StatusOr<std::vector<uint32_t>> pop_to_mark();
-  absl::Status push_tuple(std::vector<uint32_t> items);
-
-  absl::Status read_long();
-  absl::Status read_float();
-  absl::Status read_global();
-  absl::Status put(uint64_t slot);
-  absl::Status get(uint64_t slot);
-  absl::Status add_items(bool to_dict, std::vector<uint32_t> items);
-  absl::Status persistent_id();
-  absl::Status reduce();
-  absl::Status build();
-
-  absl::Status call(absl::string_view global, uint32_t arguments);
-  absl::Status call_ordered_dict(uint32_t pairs);
-  absl::Status call_device(const std::vector<uint32_t>& arguments);
-  absl::Status call_old_rebuild_tensor(const std::vector<uint32_t>& arguments);
-  absl::Status call_rebuild_tensor(const std::vector<uint32_t>& arguments,
-                                   bool with_dtype);
-  absl::Status call_rebuild_parameter(const std::vector<uint32_t>& arguments);
-  absl::StatusOr<const DtypeName*> tensor_dtype(uint32_t storage,
-                                                uint32_t dtype);
-  absl::Status check_view(uint32_t storage, int64_t element_bytes,
-                          uint32_t offset, uint32_t sizes, uint32_t strides);
-  const std::vector<uint32_t>* integers(uint32_t tuple);
-
-  absl::Status check_tree(uint32_t root);
-  absl::Status check_keys(const PickleNode& dict);
-
-  size_t num_read() const { return num_available_ - rest_.size(); }
-  size_t memory() const;
-  std::vector<PickledStorage> storages() const;
-
-  std::shared_ptr<PickleDocument> document_;
-  const size_t num_available_;
-  const size_t max_memory_;
-  absl::string_view rest_;
-  std::vector<uint32_t> stack_;
-  std::vector<size_t> marks_;
-  std::vector<uint32_t> memo_;
-  size_t num_items_ = 0;  // of all containers
-};
+absl::Status malformed_pickle(absl::string_view what) {
+  return absl::DataLossError(absl::StrCat("malformed pickle: ", what));
+}
 
 void PickleReader::make_constants() {
   std::deque<PickleNode>& nodes = document_->nodes;
@@ -207,6 +120,7 @@ absl::Status PickleReader::run(Opcode code) {
     case Opcode::kBinunicode:
     case Opcode::kBinstring:
     case Opcode::kShortBinstring:
+    case Opcode::kShortBinunicode:
       return run_scalar(code);
     case Opcode::kMark:
     case Opcode::kEmptyDict:
@@ -250,7 +164,9 @@ absl::Status PickleReader::run_scalar(Opcode code) {
     case Opcode::kBinfloat:
       return read_float();
     default: {
-      const size_t length_bytes = code == Opcode::kShortBinstring ? 1 : 4;
+      const bool is_short =
+          code == Opcode::kShortBinstring || code == Opcode::kShortBinunicode;
+      const size_t length_bytes = is_short ? 1 : 4;
       FS_ASSIGN_OR_RETURN(const uint64_t length, little_endian(length_bytes));
       FS_ASSIGN_OR_RETURN(const absl::string_view text, take(length));
       return push_text(PtKind::kString, text);
@@ -303,7 +219,9 @@ absl::Status PickleReader::run_object(Opcode code) {
   switch (code) {
     case Opcode::kProto: {
       FS_ASSIGN_OR_RETURN(const uint64_t protocol, little_endian(1));
-      if (protocol == 2) return absl::OkStatus();
+      if (protocol == 2 || (is_dcp() && protocol > 2 && protocol <= 5)) {
+        return absl::OkStatus();
+      }
       return absl::UnimplementedError(
           absl::StrCat("pickle protocol ", protocol, ", expected 2"));
     }
@@ -321,6 +239,12 @@ absl::Status PickleReader::run_object(Opcode code) {
     }
     case Opcode::kGlobal:
       return read_global();
+    case Opcode::kFrame:
+    case Opcode::kMemoize:
+    case Opcode::kStackGlobal:
+    case Opcode::kNewobj:
+      if (is_dcp()) return run_dcp(code);
+      return unexpected(code);
     case Opcode::kBinpersid:
       return persistent_id();
     case Opcode::kReduce:
@@ -328,9 +252,40 @@ absl::Status PickleReader::run_object(Opcode code) {
     case Opcode::kBuild:
       return build();
     default:
-      return malformed(absl::StrCat("unexpected opcode ",
-                                    static_cast<int>(code), " at byte ",
-                                    num_read() - 1));
+      return unexpected(code);
+  }
+}
+
+absl::Status PickleReader::unexpected(Opcode code) const {
+  return malformed(absl::StrCat("unexpected opcode ", static_cast<int>(code),
+                                " at byte ", num_read() - 1));
+}
+
+// Protocol 4, and instances of classes, which stay names and values.
+absl::Status PickleReader::run_dcp(Opcode code) {
+  switch (code) {
+    case Opcode::kFrame:
+      return take(8).status();
+    case Opcode::kMemoize:
+      return put(memo_.size());
+    case Opcode::kStackGlobal: {
+      FS_ASSIGN_OR_RETURN(const uint32_t name, pop());
+      FS_ASSIGN_OR_RETURN(const uint32_t module, pop());
+      if (kind(name) != PtKind::kString || kind(module) != PtKind::kString) {
+        return malformed("a global is not named by strings");
+      }
+      document_->texts.push_back(
+          absl::StrCat(node(module).text, "\n", node(name).text));
+      return push_global(document_->texts.back());
+    }
+    default: {
+      FS_ASSIGN_OR_RETURN(const uint32_t arguments, pop());
+      FS_ASSIGN_OR_RETURN(const uint32_t type, pop());
+      if (kind(type) != PtKind::kGlobal || kind(arguments) != PtKind::kTuple) {
+        return malformed("an instance of what is not a class");
+      }
+      return push_text(PtKind::kObject, node(type).text);
+    }
   }
 }
 
@@ -373,8 +328,8 @@ absl::Status PickleReader::push_new(PickleNode node) {
 }
 
 absl::Status PickleReader::push_integer(int64_t value) {
-  if (value >= 0 && value < kNoNode - internal::kInlineInteger) {
-    stack_.push_back(static_cast<uint32_t>(value) | internal::kInlineInteger);
+  if (value >= 0 && value < kNoNode - kInlineInteger) {
+    stack_.push_back(static_cast<uint32_t>(value) | kInlineInteger);
     return absl::OkStatus();
   }
   PickleNode node;
@@ -437,12 +392,17 @@ absl::Status PickleReader::read_global() {
   const char* start = rest_.data();
   FS_ASSIGN_OR_RETURN(const absl::string_view module, take_line());
   FS_ASSIGN_OR_RETURN(const absl::string_view name, take_line());
-  const absl::string_view global(start, module.size() + 1 + name.size());
+  return push_global({start, module.size() + 1 + name.size()});
+}
+
+absl::Status PickleReader::push_global(absl::string_view global) {
   const absl::string_view torch_name = strip_torch(global);
   if (find_dtype(torch_name) != nullptr) {
     return push_text(PtKind::kDtype, torch_name);
   }
-  if (is_allowed_global(global)) return push_text(PtKind::kGlobal, global);
+  if (is_dcp() ? is_dcp_global(global) : is_allowed_global(global)) {
+    return push_text(PtKind::kGlobal, global);
+  }
   return absl::PermissionDeniedError(absl::StrCat(
       "refused to load \"", dotted(global),
       "\": a checkpoint may hold only containers, numbers, strings, tensors, "
@@ -483,241 +443,6 @@ absl::Status PickleReader::add_items(bool to_dict,
   return absl::OkStatus();
 }
 
-// ("storage", type, key, location, number of elements[, view]) where view, of
-// the legacy format, is None or (key, first element, number of elements).
-absl::Status PickleReader::persistent_id() {
-  FS_ASSIGN_OR_RETURN(const uint32_t tuple, pop());
-  const std::vector<uint32_t> items = kind(tuple) == PtKind::kTuple
-                                          ? node(tuple).items
-                                          : std::vector<uint32_t>();
-  if (items.size() < 5 || items.size() > 6 ||
-      kind(items[0]) != PtKind::kString || node(items[0]).text != "storage" ||
-      !is_storage_type(node(items[1])) || kind(items[2]) != PtKind::kString ||
-      kind(items[3]) != PtKind::kString || kind(items[4]) != PtKind::kInt ||
-      integer(items[4]) < 0) {
-    return malformed("a storage is not described as torch.save does");
-  }
-  PickleNode storage;
-  storage.kind = PtKind::kStorage;
-  storage.items = {items[1], items[2], items[4]};
-  if (items.size() == 6 && kind(items[5]) != PtKind::kNone) {
-    const std::vector<uint32_t>& view = node(items[5]).items;
-    if (node(items[1]).text == internal::kUntypedStorage ||
-        kind(items[5]) != PtKind::kTuple || view.size() != 3 ||
-        kind(view[1]) != PtKind::kInt || kind(view[2]) != PtKind::kInt ||
-        integer(view[1]) < 0 || integer(view[2]) < 0 ||
-        integer(view[1]) > integer(items[4]) ||
-        integer(view[2]) > integer(items[4]) - integer(view[1])) {
-      return malformed("a view of a storage reaches out of it");
-    }
-    storage.items.push_back(view[1]);
-    storage.items.push_back(view[2]);
-  }
-  return push_new(std::move(storage));
-}
-
-absl::Status PickleReader::reduce() {
-  FS_ASSIGN_OR_RETURN(const uint32_t arguments, pop());
-  FS_ASSIGN_OR_RETURN(const uint32_t callee, pop());
-  if (kind(callee) != PtKind::kGlobal || kind(arguments) != PtKind::kTuple) {
-    return malformed("a call of what is not a function");
-  }
-  return call(node(callee).text, arguments);
-}
-
-absl::Status PickleReader::call(absl::string_view global, uint32_t arguments) {
-  const std::vector<uint32_t>& items = node(arguments).items;
-  PickleNode result;
-  if (global == internal::kOrderedDict && items.empty()) {
-    result.kind = PtKind::kOrderedDict;
-    return push_new(std::move(result));
-  }
-  if (global == internal::kOrderedDict && items.size() == 1) {
-    return call_ordered_dict(items[0]);
-  }
-  if (global == internal::kSize && items.size() == 1 &&
-      integers(items[0]) != nullptr) {
-    result.kind = PtKind::kSize;
-    result.items = {items[0]};
-    return push_new(std::move(result));
-  }
-  if (global == internal::kDevice) return call_device(items);
-  if (global == internal::kRebuildTensor) return call_old_rebuild_tensor(items);
-  if (global == internal::kRebuildTensorV2) {
-    return call_rebuild_tensor(items, /*with_dtype=*/false);
-  }
-  if (global == internal::kRebuildTensorV3) {
-    return call_rebuild_tensor(items, /*with_dtype=*/true);
-  }
-  if (global == internal::kRebuildParameter) {
-    return call_rebuild_parameter(items);
-  }
-  return malformed(absl::StrCat("wrong arguments of \"", dotted(global), "\""));
-}
-
-// Python 2 pickles an OrderedDict as a call with a list of [key, value].
-absl::Status PickleReader::call_ordered_dict(uint32_t pairs) {
-  PickleNode dict;
-  dict.kind = PtKind::kOrderedDict;
-  if (kind(pairs) != PtKind::kList) {
-    return malformed("an OrderedDict is not made of a list");
-  }
-  for (const uint32_t pair : node(pairs).items) {
-    const bool is_pair =
-        (kind(pair) == PtKind::kList || kind(pair) == PtKind::kTuple) &&
-        node(pair).items.size() == 2;
-    if (!is_pair) return malformed("an OrderedDict is not made of pairs");
-    dict.items.push_back(node(pair).items[0]);
-    dict.items.push_back(node(pair).items[1]);
-  }
-  return push_new(std::move(dict));
-}
-
-absl::Status PickleReader::call_device(const std::vector<uint32_t>& arguments) {
-  const bool has_index =
-      arguments.size() == 2 && kind(arguments[1]) == PtKind::kInt;
-  if (arguments.empty() || kind(arguments[0]) != PtKind::kString ||
-      (arguments.size() != 1 && !has_index)) {
-    return malformed("wrong arguments of \"torch.device\"");
-  }
-  PickleNode device;
-  device.kind = PtKind::kDevice;
-  device.text = node(arguments[0]).text;
-  device.integer = has_index ? integer(arguments[1]) : -1;
-  return push_new(std::move(device));
-}
-
-// (storage, offset, sizes, strides), before PyTorch 0.4.
-absl::Status PickleReader::call_old_rebuild_tensor(
-    const std::vector<uint32_t>& arguments) {
-  if (arguments.size() != 4) {
-    return malformed("a tensor is not described as torch.save does");
-  }
-  std::vector<uint32_t> all = arguments;
-  all.push_back(boolean(false));
-  all.push_back(none());
-  return call_rebuild_tensor(all, /*with_dtype=*/false);
-}
-
-// (storage, offset, sizes, strides, requires_grad, hooks[, dtype][, metadata])
-absl::Status PickleReader::call_rebuild_tensor(
-    const std::vector<uint32_t>& arguments, bool with_dtype) {
-  const size_t required = with_dtype ? 7 : 6;
-  if (arguments.size() < required || arguments.size() > required + 1 ||
-      kind(arguments[0]) != PtKind::kStorage ||
-      kind(arguments[4]) != PtKind::kBool) {
-    return malformed("a tensor is not described as torch.save does");
-  }
-  FS_ASSIGN_OR_RETURN(
-      const DtypeName* const dtype,
-      tensor_dtype(arguments[0], with_dtype ? arguments[6] : kNoNode));
-  FS_RETURN_IF_ERROR(check_view(
-      arguments[0], static_cast<int64_t>(c10::elementSize(dtype->dtype)),
-      arguments[1], arguments[2], arguments[3]));
-  PickleNode tensor;
-  tensor.kind = PtKind::kTensor;
-  tensor.text = dtype->name;
-  tensor.integer = integer(arguments[4]);
-  tensor.items.assign(arguments.begin(), arguments.begin() + 4);
-  return push_new(std::move(tensor));
-}
-
-absl::StatusOr<const DtypeName*> PickleReader::tensor_dtype(uint32_t storage,
-                                                            uint32_t dtype) {
-  const absl::string_view type = node(node(storage).items[0]).text;
-  if (dtype != kNoNode && kind(dtype) == PtKind::kDtype) {
-    return find_dtype(node(dtype).text);
-  }
-  const DtypeName* const found = find_dtype_of_storage(strip_torch(type));
-  if (dtype != kNoNode || found == nullptr) {
-    return malformed("a tensor without a dtype");
-  }
-  return found;
-}
-
-const std::vector<uint32_t>* PickleReader::integers(uint32_t tuple) {
-  if (kind(tuple) == PtKind::kSize) tuple = node(tuple).items[0];
-  const std::vector<uint32_t>& items = node(tuple).items;
-  if (kind(tuple) != PtKind::kTuple || items.size() > kMaxDimensions) {
-    return nullptr;
-  }
-  for (const uint32_t item : items) {
-    if (kind(item) != PtKind::kInt || integer(item) < 0) return nullptr;
-  }
-  return &items;
-}
-
-absl::Status PickleReader::check_view(uint32_t storage, int64_t element_bytes,
-                                      uint32_t offset, uint32_t sizes,
-                                      uint32_t strides) {
-  const std::vector<uint32_t>* const size_items = integers(sizes);
-  const std::vector<uint32_t>* const stride_items = integers(strides);
-  if (kind(offset) != PtKind::kInt || integer(offset) < 0 ||
-      size_items == nullptr || stride_items == nullptr ||
-      size_items->size() != stride_items->size()) {
-    return malformed("a tensor's shape is not described as torch.save does");
-  }
-  const PickleNode& type = node(node(storage).items[0]);
-  const DtypeName* const typed = find_dtype_of_storage(strip_torch(type.text));
-  const int64_t unit_bytes =
-      typed == nullptr ? 1
-                       : static_cast<int64_t>(c10::elementSize(typed->dtype));
-  int64_t storage_bytes = 0;
-  int64_t end = integer(offset);
-  int64_t numel = 1;
-  // A view's own number of elements stands last.
-  const std::vector<uint32_t>& described = node(storage).items;
-  bool overflow = __builtin_mul_overflow(
-      integer(described.size() > 3 ? described[4] : described[2]), unit_bytes,
-      &storage_bytes);
-  bool is_empty = false;
-  if (described.size() > 3) {
-    int64_t first = 0;
-    overflow |= __builtin_add_overflow(end, integer(described[3]), &first);
-  }
-  for (size_t i = 0; i < size_items->size(); ++i) {
-    const int64_t size = integer((*size_items)[i]);
-    int64_t span = 0;
-    is_empty = is_empty || size == 0;
-    overflow |= __builtin_mul_overflow(std::max<int64_t>(size, 1) - 1,
-                                       integer((*stride_items)[i]), &span);
-    overflow |= __builtin_add_overflow(end, span, &end);
-    overflow |=
-        __builtin_mul_overflow(numel, std::max<int64_t>(size, 1), &numel);
-  }
-  overflow |= __builtin_add_overflow(end, is_empty ? 0 : 1, &end);
-  overflow |= __builtin_mul_overflow(end, element_bytes, &end);
-  overflow |= __builtin_mul_overflow(numel, element_bytes, &numel);
-  if (overflow || (!is_empty && end > storage_bytes)) {
-    return malformed("a tensor reaches out of its storage");
-  }
-  return absl::OkStatus();
-}
-
-// (data, requires_grad, hooks)
-absl::Status PickleReader::call_rebuild_parameter(
-    const std::vector<uint32_t>& arguments) {
-  if (arguments.size() != 3 || kind(arguments[0]) != PtKind::kTensor ||
-      kind(arguments[1]) != PtKind::kBool) {
-    return malformed("a parameter is not described as torch.save does");
-  }
-  PickleNode parameter = node(arguments[0]);
-  parameter.integer = integer(arguments[1]);
-  return push_new(std::move(parameter));
-}
-
-// Sets attributes: state dicts carry `_metadata`, which is not kept.
-absl::Status PickleReader::build() {
-  FS_ASSIGN_OR_RETURN(const uint32_t state, pop());
-  FS_ASSIGN_OR_RETURN(const uint32_t object, pop());
-  if (kind(object) != PtKind::kOrderedDict || kind(state) != PtKind::kDict) {
-    return malformed(
-        absl::StrCat("attributes set on ", kind_name(kind(object))));
-  }
-  stack_.push_back(object);
-  return absl::OkStatus();
-}
-
 // Walks every value once; finds loops, depth and unfolded size.
 absl::Status PickleReader::check_tree(uint32_t root) {
   struct Frame {
@@ -726,7 +451,7 @@ absl::Status PickleReader::check_tree(uint32_t root) {
   };
   constexpr uint64_t kUnseen = 0, kOpen = ~uint64_t{0};
   std::vector<uint64_t> unfolded(document_->nodes.size(), kUnseen);
-  if ((root & internal::kInlineInteger) != 0) return absl::OkStatus();
+  if ((root & kInlineInteger) != 0) return absl::OkStatus();
   const uint64_t limit = 8 * num_read() + 4096;
   std::vector<Frame> path = {{root, 0}};
   while (!path.empty()) {
@@ -742,10 +467,11 @@ absl::Status PickleReader::check_tree(uint32_t root) {
     }
     if (!is_leaf && path.back().next < value.items.size()) {
       const uint32_t child = value.items[path.back().next++];
-      if ((child & internal::kInlineInteger) != 0) continue;
+      if ((child & kInlineInteger) != 0) continue;
       if (unfolded[child] == kUnseen) {
         path.push_back({child, 0});
-        if (path.size() > kMaxDepth) return malformed("nested too deeply");
+        if (path.size() > kMaxPickleDepth)
+          return malformed("nested too deeply");
       } else if (unfolded[child] == kOpen) {
         return malformed("a value contains itself");
       }
@@ -754,7 +480,7 @@ absl::Status PickleReader::check_tree(uint32_t root) {
     uint64_t total = 1;
     for (const uint32_t child : value.items) {
       if (is_leaf) break;
-      const bool is_integer = (child & internal::kInlineInteger) != 0;
+      const bool is_integer = (child & kInlineInteger) != 0;
       total = std::min(total + (is_integer ? 1 : unfolded[child]), limit + 1);
     }
     if (total > limit) return malformed("shared values unfold beyond its size");
@@ -790,21 +516,44 @@ absl::Status PickleReader::check_keys(const PickleNode& dict) {
   return absl::OkStatus();
 }
 
+}  // namespace fullshard::internal
+
+namespace fullshard {
+namespace {
+
+absl::StatusOr<Pickle> run(absl::string_view bytes,
+                           std::shared_ptr<const void> owner,
+                           internal::PickleDialect dialect, size_t file_bytes) {
+  const size_t max_memory =
+      internal::kMemoryPerFileByte * std::min(file_bytes, ~size_t{0} / 16) +
+      internal::kFreeMemory;
+  return internal::PickleReader(bytes, std::move(owner), dialect, max_memory)
+      .read();
+}
+
+absl::StatusOr<PtValue> run(std::string bytes,
+                            internal::PickleDialect dialect) {
+  const auto owner = std::make_shared<const std::string>(std::move(bytes));
+  FS_ASSIGN_OR_RETURN(Pickle pickle,
+                      run(*owner, owner, dialect, owner->size()));
+  return std::move(pickle.root);
+}
+
 }  // namespace
 
 absl::StatusOr<PtValue> read_pickle(std::string bytes) {
-  const auto owner = std::make_shared<const std::string>(std::move(bytes));
-  FS_ASSIGN_OR_RETURN(Pickle pickle,
-                      read_pickle_prefix(*owner, owner, owner->size()));
-  return std::move(pickle.root);
+  return run(std::move(bytes), internal::PickleDialect::kCheckpoint);
+}
+
+absl::StatusOr<PtValue> read_dcp_pickle(std::string bytes) {
+  return run(std::move(bytes), internal::PickleDialect::kDcp);
 }
 
 absl::StatusOr<Pickle> read_pickle_prefix(absl::string_view bytes,
                                           std::shared_ptr<const void> owner,
                                           size_t file_bytes) {
-  const size_t max_memory =
-      kMemoryPerFileByte * std::min(file_bytes, ~size_t{0} / 16) + kFreeMemory;
-  return PickleReader(bytes, std::move(owner), max_memory).read();
+  return run(bytes, std::move(owner), internal::PickleDialect::kCheckpoint,
+             file_bytes);
 }
 
 }  // namespace fullshard

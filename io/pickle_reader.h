@@ -24,6 +24,10 @@ namespace fullshard {
 // protocol; DataLoss for all that is malformed.
 absl::StatusOr<PtValue> read_pickle(std::string bytes);
 
+// Reads the file .metadata of torch.distributed.checkpoint, of protocol 2 to 5:
+// instances of its classes become kObject. As inert as the above.
+absl::StatusOr<PtValue> read_dcp_pickle(std::string bytes);
+
 // A storage that a pickle names.
 struct PickledStorage {
   absl::string_view key;

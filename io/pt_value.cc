@@ -39,6 +39,8 @@ const char* kind_name(PtKind kind) {
       return "a dtype";
     case PtKind::kDevice:
       return "a device";
+    case PtKind::kObject:
+      return "an object";
     case PtKind::kGlobal:
       return "a function or type";
     case PtKind::kStorage:
@@ -146,6 +148,20 @@ std::optional<PtValue> PtValue::find(absl::string_view name) const {
     }
   }
   return std::nullopt;
+}
+
+std::string PtValue::class_name() const {
+  TORCH_CHECK(kind() == PtKind::kObject, kind_name(kind()),
+              " is not an object");
+  const absl::string_view global = node().text;
+  return std::string(global.substr(global.find('\n') + 1));
+}
+
+std::optional<PtValue> PtValue::state() const {
+  TORCH_CHECK(kind() == PtKind::kObject, kind_name(kind()),
+              " is not an object");
+  if (node().items.empty()) return std::nullopt;
+  return at(node().items[0]);
 }
 
 }  // namespace fullshard

@@ -30,6 +30,7 @@ enum class PtKind : uint8_t {
   kTensor,
   kDtype,
   kDevice,
+  kObject,  // Of a class of torch.distributed.checkpoint.
   // Only while a pickle is read; never in its result.
   kGlobal,
   kStorage,
@@ -58,6 +59,7 @@ constexpr uint32_t kInlineInteger = 0x80000000;
 
 struct PickleDocument {
   std::shared_ptr<const void> owner;  // keeps what `text` of a node views
+  std::deque<std::string> texts;      // that are not in the pickle as such
   std::deque<PickleNode> nodes;
   uint32_t root = 0;
 
@@ -100,6 +102,10 @@ class PtValue {
   PtValue key(size_t i) const;
   // The value of a string key, by linear search.
   std::optional<PtValue> find(absl::string_view key) const;
+
+  // Of a kObject: "Metadata", and what its __dict__ is.
+  std::string class_name() const;
+  std::optional<PtValue> state() const;
 
  private:
   const internal::PickleNode& node() const { return document_->node(node_); }

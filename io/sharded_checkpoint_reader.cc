@@ -14,6 +14,7 @@
 #include "c10/core/GradMode.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/crc32.h"
+#include "fullshard/io/dcp_reader.h"
 
 namespace fullshard {
 namespace {
@@ -44,17 +45,21 @@ ShardedCheckpointReader::open(const std::string& folder) {
         absl::StrCat(folder, ": expected the folder of a sharded checkpoint"));
   }
   const std::string path = absl::StrCat(folder, "/", kManifestName);
-  if (!fs::exists(path, ignored)) {
-    return incomplete(folder, absl::StrCat(kManifestName, " is missing"));
-  }
   std::unique_ptr<ShardedCheckpointReader> reader(
       new ShardedCheckpointReader(folder));
-  FS_ASSIGN_OR_RETURN(const std::shared_ptr<MappedFile> text,
-                      MappedFile::open(path));
-  absl::StatusOr<ShardedManifest> manifest =
-      ShardedManifest::parse(text->bytes());
-  FS_RETURN_IF_ERROR(annotate(manifest.status(), path));
-  reader->manifest_ = std::move(manifest).value();
+  if (fs::exists(path, ignored)) {
+    FS_ASSIGN_OR_RETURN(const std::shared_ptr<MappedFile> text,
+                        MappedFile::open(path));
+    absl::StatusOr<ShardedManifest> manifest =
+        ShardedManifest::parse(text->bytes());
+    FS_RETURN_IF_ERROR(annotate(manifest.status(), path));
+    reader->manifest_ = std::move(manifest).value();
+  } else if (fs::exists(folder + "/.metadata", ignored)) {
+    FS_ASSIGN_OR_RETURN(reader->manifest_, read_dcp_metadata(folder));
+    reader->is_of_python_ = true;
+  } else {
+    return incomplete(folder, absl::StrCat(kManifestName, " is missing"));
+  }
   FS_RETURN_IF_ERROR(reader->open_files());
   if (const absl::Status status = reader->manifest_.check_complete();
       !status.ok()) {
@@ -107,6 +112,7 @@ absl::Status ShardedCheckpointReader::check_blocks(const Tensor& tensor,
                                                    int64_t end) const {
   const MappedFile& file = *files_[static_cast<size_t>(piece.file)];
   FS_RETURN_IF_ERROR(file.check_whole());
+  if (is_of_python_) return absl::OkStatus();
   const int64_t num_bytes = piece.numel * element_bytes(tensor);
   for (int64_t block = begin / kBlock; block * kBlock < end; ++block) {
     const int64_t size = std::min(kBlock, num_bytes - block * kBlock);
@@ -228,11 +234,15 @@ LatestCheckpoint find_latest_checkpoint(const std::string& folder) {
   LatestCheckpoint latest;
   for (const std::string& path : list_step_folders(folder)) {
     const auto reader = ShardedCheckpointReader::open(path);
-    if (reader.ok()) {
+    const absl::Status status =
+        reader.ok() && (*reader)->is_of_python()
+            ? incomplete(path, absl::StrCat(kManifestName, " is missing"))
+            : reader.status();
+    if (status.ok()) {
       latest.path = path;
       break;
     }
-    latest.skipped.emplace_back(reader.status().message());
+    latest.skipped.emplace_back(status.message());
   }
   return latest;
 }

@@ -18,8 +18,10 @@
 namespace fullshard {
 
 // Reads ranges of the tensors of a sharded checkpoint, whatever number of ranks
-// wrote it. Every block that a range touches is compared with its checksum, so
-// that a range costs its own bytes and at most two blocks more.
+// wrote it; or of one that Python's torch.distributed.checkpoint wrote, which
+// has no checksums (see io/dcp_reader.h). Otherwise every block that a range
+// touches is compared with its checksum, so that a range costs its own bytes
+// and at most two blocks more.
 class ShardedCheckpointReader {
  public:
   // Errors: NotFound if there is no folder; DataLoss for a checkpoint that is
@@ -46,6 +48,9 @@ class ShardedCheckpointReader {
   absl::StatusOr<at::Tensor> tensor(
       const ShardedManifest::Tensor& tensor) const;
 
+  // By torch.distributed.checkpoint, not by this library.
+  bool is_of_python() const { return is_of_python_; }
+
   // Compares every checksum.
   absl::Status verify() const;
 
@@ -61,6 +66,7 @@ class ShardedCheckpointReader {
 
   const std::string folder_;
   ShardedManifest manifest_;
+  bool is_of_python_ = false;
   std::vector<std::shared_ptr<MappedFile>> files_;  // Null: empty.
   std::unordered_map<std::string, size_t> by_name_;
 };

@@ -54,16 +54,12 @@ struct LocalShard {
   std::string name;                  // As in the original module.
   std::vector<std::string> aliases;  // Further names of a tied parameter.
   std::vector<int64_t> sizes;        // Of the whole parameter.
-  std::vector<int64_t> order;        // memory_order() of it.
+  std::vector<int64_t> order;        // See core/memory_order.h.
   int64_t begin = 0;                 // First element, in memory order.
   at::Tensor values;                 // 1-D view of the master shard.
   // Several ranks may have the same elements; this one is to save them.
   bool own_turn = true;
 };
-
-// The dimensions of a dense tensor, outermost in memory first.
-std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes,
-                                  const std::vector<int64_t>& strides);
 
 struct SummonOptions {
   // Edits in place become the parameters' values: on each rank its own part, so

@@ -1,7 +1,5 @@
 // This rank's own elements of every parameter, for sharded checkpoints.
 
-#include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "ATen/ops/view_as_complex.h"
@@ -9,6 +7,7 @@
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "fullshard/core/max_over_ranks.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/sharding/sharded_state.h"
@@ -38,26 +37,6 @@ LocalShard local_shard(const FlatParameter& flat, size_t index) {
 }
 
 }  // namespace
-
-std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes,
-                                  const std::vector<int64_t>& strides) {
-  std::vector<int64_t> order(sizes.size());
-  std::iota(order.begin(), order.end(), 0);
-  // Strides of dimensions of size 1 say nothing: those stay in place if what
-  // is left is in order.
-  int64_t last = -1;
-  bool row_major = true;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    if (sizes[i] == 1) continue;
-    row_major = row_major && strides[i] >= last;
-    last = strides[i];
-  }
-  if (row_major) return order;
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return strides[static_cast<size_t>(a)] > strides[static_cast<size_t>(b)];
-  });
-  return order;
-}
 
 std::vector<LocalShard> ShardedModule::local_shards() const {
   c10::InferenceMode ordinary_tensors(false);

@@ -233,8 +233,15 @@ TEST(ShardedCheckpointTest, DamageIsNamed) {
   EXPECT_THAT(with("[3,4,5]", "[3,4,9223372036854775807]"),
               HasSubstr("too large"));
   EXPECT_THAT(with("[0,2,1]", "[0,2,2]"), HasSubstr("order"));
+  // Python's index is left, but a run does not go on from that.
   std::filesystem::remove(folder + "/manifest.json");
-  EXPECT_THAT(error_of(folder), HasSubstr("manifest.json is missing"));
+  EXPECT_TRUE(ShardedCheckpointReader::open(folder).value()->is_of_python());
+  std::filesystem::rename(folder, dir.file("step-000001"));
+  EXPECT_THAT(find_latest_checkpoint(dir.file(".")).skipped,
+              ElementsAre(HasSubstr("manifest.json is missing")));
+  std::filesystem::remove(dir.file("step-000001/.metadata"));
+  EXPECT_THAT(error_of(dir.file("step-000001")),
+              HasSubstr("manifest.json is missing"));
 }
 
 // Cut or changed anywhere, it is refused or read; nothing else happens.

@@ -2,9 +2,11 @@
 // whole, by key, and into shards of another layout.
 
 #include <cstdio>
+#include <filesystem>
 
 #include "ATen/ATen.h"
-#include "fullshard/io/full_state_dict.h"
+#include "fullshard/io/checkpoint_reader.h"
+#include "fullshard/io/pt_reader.h"
 #include "fullshard/io/pt_writer.h"
 #include "fullshard/optim/optimizer_state.h"
 #include "fullshard/optim/sharded_adamw.h"
@@ -137,6 +139,140 @@ TEST(DcpInterchangeTest, PythonReadsWhatAnyNumberOfRanksSaved) {
                                      dir.file("expected.pt") + " " +
                                      dir.file("whole.pt")),
               0);
+  }
+}
+
+// argv: folder. Two processes train a model under FSDP2 and save it; rank 0
+// also saves it whole. Then tensors cut in other ways.
+constexpr char kSaveScript[] = R"(
+import os, sys, torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer0 = torch.nn.Linear(7, 7)
+        self.layer1 = torch.nn.Linear(7, 5)
+        self.register_buffer("seen", torch.tensor([7]))
+
+    def forward(self, x):
+        return self.layer1(torch.tanh(self.layer0(x))).pow(2).mean()
+
+def run(rank, folder):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method="file://" + folder + "/store",
+                            rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    model = Model()
+    fully_shard(model.layer0, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.ones(2, 7) * (step + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save({"model": get_model_state_dict(model),
+              "optimizer": get_optimizer_state_dict(model, optimizer),
+              "step": 3}, checkpoint_id=folder + "/dcp")
+    full = StateDictOptions(full_state_dict=True)
+    whole = get_model_state_dict(model, options=full)
+    state = get_optimizer_state_dict(model, optimizer, options=full)["state"]
+    cut = torch.arange(60.0).view(5, 4, 3)
+    last = torch.arange(96.0).view(2, 4, 3, 4).contiguous(
+        memory_format=torch.channels_last)
+    plain = {"rows": cut, "columns": cut + 1, "inner": cut.to(torch.bfloat16),
+             "last": last, "scalar": torch.tensor(2, dtype=torch.int64),
+             "empty": torch.zeros(0, 3), "flag": torch.tensor([True, False])}
+    dcp.save({"rows": distribute_tensor(plain["rows"], mesh, [Shard(0)]),
+              "columns": distribute_tensor(plain["columns"], mesh, [Shard(1)]),
+              "inner": distribute_tensor(plain["inner"], mesh, [Shard(2)]),
+              **{k: plain[k] for k in ["last", "scalar", "empty", "flag"]},
+              "note": "no tensor"}, checkpoint_id=folder + "/cut")
+    if rank == 0:
+        torch.save({"model": whole, "optim": state, "plain": plain},
+                   folder + "/expected.pt")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(run, (sys.argv[1],), 2)
+)";
+
+struct PythonsModel : torch::nn::Module {
+  PythonsModel() {
+    register_module("layer0", torch::nn::Linear(7, 7));
+    register_module("layer1", torch::nn::Linear(7, 5));
+    register_buffer("seen", at::zeros({1}, at::kLong));
+  }
+};
+
+// The tensor at "optim.layer0.weight.step" of a .pt file.
+at::Tensor expected(PtReader& file, const std::vector<std::string>& path) {
+  PtValue value = file.root();
+  for (const std::string& key : path) value = value.find(key).value();
+  return file.tensor(value).value();
+}
+
+TEST(DcpInterchangeTest, WeReadWhatPythonSaved) {
+  if (!have_python()) return;
+  TempDir dir;
+  const std::string script = dir.write("save.py", kSaveScript);
+  const std::string folder = dir.file("python");
+  std::filesystem::create_directory(folder);
+  ASSERT_EQ(run_python(script, folder), 0);
+  for (int ranks : {1, 2, 3}) {
+    testing::run_ranks(ranks, [&](ProcessGroups& groups) {
+      auto file = PtReader::open(folder + "/expected.pt").value();
+      ShardOptions options;
+      options.wrap_policy = module_type<torch::nn::LinearImpl>();
+      auto model =
+          fully_shard(std::make_shared<PythonsModel>(), groups, options)
+              .value();
+      ShardedAdamW optimizer(model);
+      TrainingCheckpointsOptions names;
+      names.optimizer_key = "optimizer";
+      TrainingCheckpoints checkpoints(dir.file("run"), model, &optimizer,
+                                      names);
+      const auto loaded = checkpoints.load(folder + "/dcp");
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      ASSERT_TRUE(
+          model
+              .full_state_dict(
+                  [&](const std::string& name, const at::Tensor& t) {
+                    EXPECT_TRUE(t.equal(expected(*file, {"model", name})))
+                        << name;
+                    return absl::OkStatus();
+                  },
+                  /*all_ranks=*/true)
+              .ok());
+      for (const LocalOptimizerState& local : optimizer.local_state()) {
+        EXPECT_EQ(local.step, 3);
+        for (const auto& [key, tensor] : local.tensors) {
+          EXPECT_TRUE(
+              tensor.equal(expected(*file, {"optim", local.name, key})
+                               .reshape({-1})
+                               .narrow(0, local.parameter_offset, local.numel)))
+              << local.name << key;
+        }
+      }
+      const auto cut = open_checkpoint(folder + "/cut");
+      ASSERT_TRUE(cut.ok()) << cut.status();
+      EXPECT_EQ((*cut)->format(), "dcp");
+      EXPECT_EQ((*cut)->tensors().size(), 7u);
+      for (size_t i = 0; i < (*cut)->tensors().size(); ++i) {
+        const std::string& name = (*cut)->tensors()[i].name;
+        EXPECT_TRUE(
+            (*cut)->tensor(i).value().equal(expected(*file, {"plain", name})))
+            << name;
+      }
+    });
   }
 }
 
