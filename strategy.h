@@ -184,6 +184,7 @@ class Strategy {
     int64_t steps_in_epoch = 0;
     double last_loss = 0;
   };
+  // Nothing if this step is saved already.
   absl::Status save_progress(bool async);
 
   const std::shared_ptr<VisionLanguageModel> model_;
@@ -200,6 +201,7 @@ class Strategy {
   std::optional<LrSchedule> schedule_;
   TrainingStepOptions step_options_;
   Progress progress_;
+  int64_t saved_step_ = -1;  // Of the last save_progress().
   // Last: what is being saved refers to the model and the optimizer.
   std::unique_ptr<TrainingCheckpoints> checkpoints_;
 };

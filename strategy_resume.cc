@@ -68,6 +68,8 @@ class StateReader {
 }  // namespace
 
 absl::Status Strategy::save_progress(bool async) {
+  if (progress_.global_step == saved_step_) return absl::OkStatus();
+  saved_step_ = progress_.global_step;
   State state = {{"epoch", absl::StrCat(progress_.epoch)},
                  {"steps_in_epoch", absl::StrCat(progress_.steps_in_epoch)},
                  {"last_loss", exact(progress_.last_loss)},

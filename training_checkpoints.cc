@@ -340,20 +340,17 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
   const ProcessGroups& groups = model_.groups();
   const std::string folder = absl::StrCat(folder_, "/", step_folder_name(step));
   try {
-    absl::Status status = wait();
-    if (status.ok() && groups.rank() == 0) {
-      status = ShardedCheckpointWriter::prepare(folder, file_system_);
-    }
-    const int64_t failed =
-        max_over_ranks(groups, status.ok() ? 0 : 1, "all_reduce before a save");
-    FS_RETURN_IF_ERROR(status);
-    if (failed != 0) {
-      return absl::AbortedError(absl::StrCat(
-          folder, " is not saved: another rank failed; see its message"));
-    }
+    // No rank may still be at a save before this one when the hidden folder is
+    // made: it may have the same name.
+    FS_RETURN_IF_ERROR(agree(wait(), folder));
+    FS_RETURN_IF_ERROR(
+        agree(groups.rank() == 0
+                  ? ShardedCheckpointWriter::prepare(folder, file_system_)
+                  : absl::OkStatus(),
+              folder));
     std::vector<ShardToSave> shards = collect();
     if (!async) {
-      status = write(folder, step, shards, state);
+      const absl::Status status = write(folder, step, shards, state);
       // Until then rank 0 replaces the link and removes old ones.
       max_over_ranks(groups, 0, "all_reduce after a save");
       FS_RETURN_IF_ERROR(status);
@@ -374,6 +371,16 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
     return absl::UnavailableError(
         absl::StrCat("save: ", error.what_without_backtrace()));
   }
+}
+
+// `status`, or that another rank's was not OK.
+absl::Status TrainingCheckpoints::agree(const absl::Status& status,
+                                        const std::string& folder) const {
+  const int64_t failed = max_over_ranks(model_.groups(), status.ok() ? 0 : 1,
+                                        "all_reduce of a checkpoint");
+  if (!status.ok() || failed == 0) return status;
+  return absl::AbortedError(
+      absl::StrCat(folder, ": another rank failed; see its message"));
 }
 
 std::vector<ShardToSave> TrainingCheckpoints::collect() const {
@@ -505,21 +512,8 @@ absl::StatusOr<TrainingCheckpoints::State> TrainingCheckpoints::load(
           std::make_unique<Loading>(*reader, model_, optimizer_, options_);
       status = loading->check();
     }
-    const int64_t failed =
-        max_over_ranks(groups, status.ok() ? 0 : 1, "all_reduce before a load");
-    FS_RETURN_IF_ERROR(status);
-    if (failed != 0) {
-      return absl::AbortedError(
-          absl::StrCat(checkpoint, ": another rank failed; see its message"));
-    }
-    status = loading->load();
-    const int64_t broken =
-        max_over_ranks(groups, status.ok() ? 0 : 1, "all_reduce after a load");
-    FS_RETURN_IF_ERROR(status);
-    if (broken != 0) {
-      return absl::AbortedError(
-          absl::StrCat(checkpoint, ": another rank failed; see its message"));
-    }
+    FS_RETURN_IF_ERROR(agree(status, checkpoint));
+    FS_RETURN_IF_ERROR(agree(loading->load(), checkpoint));
     restore_random_state(*reader, groups);
     return reader->manifest().state;
   } catch (const c10::Error& error) {

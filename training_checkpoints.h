@@ -85,6 +85,8 @@ class TrainingCheckpoints {
  private:
   absl::StatusOr<std::string> start(int64_t step, const State& state,
                                     bool async);
+  absl::Status agree(const absl::Status& status,
+                     const std::string& folder) const;
   std::vector<ShardToSave> collect() const;
   void copy_to_buffer(std::vector<ShardToSave>& shards);
   void remove_old(int64_t step) const;

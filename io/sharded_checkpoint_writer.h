@@ -43,7 +43,8 @@ class ShardedCheckpointWriter {
   static std::string temporary_folder(const std::string& folder);
 
   // Rank 0's part: makes the hidden folder, in place of what a killed save
-  // left. The other ranks start after it.
+  // left. The other ranks start after it, and every rank has returned from
+  // write() of a save to the same folder before.
   static absl::Status prepare(const std::string& folder,
                               FileSystem& file_system = FileSystem::posix());
 

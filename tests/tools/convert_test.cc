@@ -11,6 +11,7 @@
 #include "fullshard/io/full_state_dict.h"
 #include "fullshard/io/pt_writer.h"
 #include "fullshard/io/safetensors.h"
+#include "fullshard/io/sharded_checkpoint_writer.h"
 #include "fullshard/tests/io/temp_dir.h"
 #include "fullshard/tests/io/tensors.h"
 #include "fullshard/tools/checkpoint_listing.h"
@@ -83,6 +84,36 @@ TEST(ConvertTest, EveryFormatToEveryOther) {
       convert(middle, last, options);
       expect_same_tensors(example, last);
     }
+  }
+}
+
+// What all ranks of a job wrote: the model is taken, with its tied names.
+TEST(ConvertTest, ShardedCheckpointsAreRead) {
+  TempDir dir;
+  const std::string folder = dir.file("step-000001");
+  ASSERT_TRUE(ShardedCheckpointWriter::prepare(folder).ok());
+  const at::Tensor values = make_tensor(ScalarType::Float, {3, 4});
+  std::vector<ShardToSave> shards(2);
+  shards[0].path = {"model", "llm.weight"};
+  shards[0].aliases = {{"model", "llm.tied"}};
+  shards[1].path = {"optim", "state", "llm.weight", "exp_avg"};
+  for (ShardToSave& shard : shards) {
+    shard.sizes = {3, 4};
+    shard.order = {0, 1};
+    shard.values = values.view({-1});
+  }
+  ShardedCheckpointWriter writer(folder, 0, 1, std::chrono::seconds(10));
+  ASSERT_TRUE(writer.write(shards, {{"step", "1"}}).ok());
+  const auto sharded = open(folder);
+  EXPECT_EQ(sharded->format(), "sharded");
+  EXPECT_EQ(sharded->tensors().size(), 3u);
+  EXPECT_EQ(sharded->tensors()[1].tied_to, size_t{0});
+  EXPECT_EQ(sharded->metadata()[0].second, "1");
+  for (const char* name : {"a.pt", "a.safetensors"}) {
+    EXPECT_EQ(convert(folder, dir.file(name)).num_tensors, 2u);
+    const auto reader = open(dir.file(name));
+    EXPECT_EQ(reader->tensors()[0].name, "llm.weight");
+    EXPECT_TRUE(reader->tensor(0).value().equal(values));
   }
 }
 

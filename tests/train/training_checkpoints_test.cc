@@ -1,5 +1,7 @@
 #include "fullshard/training_checkpoints.h"
 
+#include <unistd.h>
+
 #include <filesystem>
 #include <map>
 
@@ -305,6 +307,26 @@ TEST(TrainingCheckpointsTest, AsyncSavesNeverContainLaterValues) {
             << step << name;
       }
     }
+  });
+}
+
+// One after the other to the same folder, while ranks are late.
+TEST(TrainingCheckpointsTest, TheSameStepIsSavedAgainAtOnce) {
+  TempDir dir;
+  run_ranks(3, [&](ProcessGroups& groups) {
+    auto model =
+        fully_shard(std::make_shared<Model>(), groups, layer_units()).value();
+    TrainingCheckpoints checkpoints(dir.file("run"), model, nullptr);
+    for (int i = 0; i < 30; ++i) {
+      ASSERT_TRUE(checkpoints.save_async(1, {{"i", absl::StrCat(i)}}).ok());
+      if (i % 3 == groups.rank()) usleep(20000);
+    }
+    ASSERT_TRUE(checkpoints.wait().ok());
+    EXPECT_EQ(ShardedCheckpointReader::open(dir.file("run/step-000001"))
+                  .value()
+                  ->manifest()
+                  .state.at("i"),
+              "29");
   });
 }
 
