@@ -5,14 +5,12 @@
 #include <exception>
 #include <filesystem>
 #include <functional>
-#include <set>
 #include <unordered_map>
 #include <utility>
 
 #include "ATen/Context.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/full.h"
-#include "ATen/ops/view_as_complex.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -24,6 +22,7 @@
 #include "fullshard/core/status.h"
 #include "fullshard/io/atomic_file.h"
 #include "fullshard/io/sharded_checkpoint_reader.h"
+#include "fullshard/training_checkpoint_loader.h"
 
 namespace fullshard {
 namespace {
@@ -33,26 +32,8 @@ namespace fs = std::filesystem;
 using Path = std::vector<std::string>;
 using SavedTensor = ShardedManifest::Tensor;
 
-constexpr char kState[] = "state";
 constexpr char kStep[] = "step";
 
-// Where tensors are in the nested dicts of a checkpoint.
-class Paths {
- public:
-  explicit Paths(const TrainingCheckpointsOptions& options)
-      : model_key_(options.model_key), optimizer_key_(options.optimizer_key) {}
-  Path model(const std::string& name) const { return {model_key_, name}; }
-  Path optimizer(const std::string& name, const std::string& key) const {
-    return {optimizer_key_, kState, name, key};
-  }
-  bool is_model(const Path& path) const { return path[0] == model_key_; }
-  bool is_optimizer(const Path& path) const {
-    return path[0] == optimizer_key_;
-  }
-
- private:
-  const std::string model_key_, optimizer_key_;
-};
 Path rng_path(int rank, c10::DeviceType device) {
   return {"rng", absl::StrCat(rank),
           c10::DeviceTypeName(device, /*lower_case=*/true)};
@@ -93,199 +74,10 @@ ShardToSave part(const LocalShard& local, Path path, const at::Tensor& values) {
   return shard;
 }
 
-// Optimizers keep complex state as pairs of real numbers.
-at::Tensor as_parameter(const LocalShard& local, const at::Tensor& state) {
-  return local.values.is_complex()
-             ? at::view_as_complex(state.view({state.numel() / 2, 2}))
-             : state;
-}
-
 bool is_saved(const ShardedOptimizer& optimizer,
               const LocalOptimizerState& state) {
   return state.step > 0 || optimizer.has_state_at_step_0();
 }
-
-// Loads model and optimizer from one checkpoint.
-class Loading {
- public:
-  Loading(const ShardedCheckpointReader& reader, ShardedModule& model,
-          ShardedOptimizer* optimizer,
-          const TrainingCheckpointsOptions& options)
-      : reader_(reader),
-        model_(model),
-        optimizer_(optimizer),
-        cast_dtypes_(options.cast_dtypes),
-        paths_(options) {
-    for (LocalShard& shard : model.local_shards()) {
-      shards_.emplace(shard.name, std::move(shard));
-    }
-    if (optimizer != nullptr) states_ = optimizer->local_state();
-  }
-
-  // Looks at everything and changes nothing.
-  absl::Status check() {
-    for (const auto& [name, shard] : shards_) {
-      const SavedTensor* const saved = find_model(shard);
-      FS_RETURN_IF_ERROR(check_tensor(saved, paths_.model(name), shard.sizes,
-                                      shard.values.scalar_type()));
-      for (const std::string& alias : shard.aliases) {
-        known_.insert(flat_name(paths_.model(alias)));
-      }
-    }
-    for (const auto& [name, tensor] : model_.whole_tensors()) {
-      FS_RETURN_IF_ERROR(check_tensor(
-          reader_.find(flat_name(paths_.model(name))), paths_.model(name),
-          tensor.sizes().vec(), tensor.scalar_type()));
-    }
-    for (const LocalOptimizerState& state : states_) {
-      FS_RETURN_IF_ERROR(check_optimizer(shards_.at(state.name)));
-    }
-    return check_for_unknown();
-  }
-
-  absl::Status load() {
-    FS_RETURN_IF_ERROR(model_.load_local_shards(
-        [&](const LocalShard& shard) {
-          return fill(*find_model(shard), shard, shard.values);
-        },
-        [&](const std::string& name) {
-          return reader_.tensor(*reader_.find(flat_name(paths_.model(name))));
-        }));
-    return optimizer_ == nullptr ? absl::OkStatus() : load_optimizer();
-  }
-
- private:
-  // Under any of the parameter's names.
-  template <class MakePath>
-  const SavedTensor* find(const LocalShard& shard, MakePath make_path) const {
-    const SavedTensor* saved = reader_.find(flat_name(make_path(shard.name)));
-    for (const std::string& alias : shard.aliases) {
-      if (saved == nullptr) saved = reader_.find(flat_name(make_path(alias)));
-    }
-    return saved;
-  }
-  const SavedTensor* find_model(const LocalShard& shard) const {
-    return find(shard,
-                [&](const std::string& name) { return paths_.model(name); });
-  }
-  const SavedTensor* find_state(const LocalShard& shard,
-                                const std::string& key) const {
-    return find(shard, [&](const std::string& name) {
-      return paths_.optimizer(name, key);
-    });
-  }
-
-  absl::Status check_tensor(const SavedTensor* saved, const Path& path,
-                            const std::vector<int64_t>& sizes,
-                            at::ScalarType dtype) {
-    const std::string name = flat_name(path);
-    if (saved == nullptr) {
-      return absl::NotFoundError(
-          absl::StrCat(reader_.folder(), ": '", name, "' is missing"));
-    }
-    known_.insert(name);
-    if (saved->sizes != sizes) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(reader_.folder(), ": '", name, "': expected shape ",
-                       c10::str(at::IntArrayRef(sizes)), ", got ",
-                       c10::str(at::IntArrayRef(saved->sizes))));
-    }
-    if (saved->dtype != dtype && !cast_dtypes_) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          reader_.folder(), ": '", name, "': expected dtype ",
-          c10::toString(dtype), ", got ", c10::toString(saved->dtype)));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status check_optimizer(const LocalShard& shard) {
-    bool any = false;
-    for (const std::string& key : optimizer_->state_names()) {
-      any = any || find_state(shard, key) != nullptr;
-    }
-    const SavedTensor* const step = find_state(shard, kStep);
-    if (step != nullptr) {
-      any = true;
-      FS_RETURN_IF_ERROR(check_tensor(step, paths_.optimizer(shard.name, kStep),
-                                      {}, at::kFloat));
-    }
-    if (!any) return absl::OkStatus();  // Never had a gradient.
-    if (optimizer_->has_step() && step == nullptr) {
-      return absl::NotFoundError(absl::StrCat(
-          reader_.folder(), ": '",
-          flat_name(paths_.optimizer(shard.name, kStep)), "' is missing"));
-    }
-    for (const std::string& key : optimizer_->state_names()) {
-      FS_RETURN_IF_ERROR(check_tensor(find_state(shard, key),
-                                      paths_.optimizer(shard.name, key),
-                                      shard.sizes, shard.values.scalar_type()));
-    }
-    return absl::OkStatus();
-  }
-
-  // Without an optimizer its state is not looked at.
-  absl::Status check_for_unknown() const {
-    for (const SavedTensor& tensor : reader_.manifest().tensors) {
-      const bool concerns =
-          paths_.is_model(tensor.path) ||
-          (paths_.is_optimizer(tensor.path) && optimizer_ != nullptr);
-      if (!concerns) continue;
-      bool known = known_.count(tensor.name()) != 0;
-      for (const Path& alias : tensor.aliases) {
-        known = known || known_.count(flat_name(alias)) != 0;
-      }
-      if (known) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          reader_.folder(), ": unexpected key '", tensor.name(), "': ",
-          paths_.is_model(tensor.path) ? "the model has no tensor of that name"
-                                       : "the optimizer does not keep it"));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status fill(const SavedTensor& saved, const LocalShard& shard,
-                    const at::Tensor& values) const {
-    if (values.numel() == 0) return absl::OkStatus();
-    if (values.is_cpu()) {
-      return reader_.read(saved, shard.order, shard.begin, values);
-    }
-    const at::Tensor host =
-        at::empty(values.sizes(), values.options().device(at::kCPU));
-    FS_RETURN_IF_ERROR(reader_.read(saved, shard.order, shard.begin, host));
-    values.copy_(host);
-    return absl::OkStatus();
-  }
-
-  absl::Status load_optimizer() {
-    for (LocalOptimizerState& state : states_) {
-      const LocalShard& shard = shards_.at(state.name);
-      bool any = false;
-      for (auto& [key, tensor] : state.tensors) {
-        const SavedTensor* const saved = find_state(shard, key);
-        if (saved == nullptr) continue;
-        any = true;
-        FS_RETURN_IF_ERROR(fill(*saved, shard, as_parameter(shard, tensor)));
-      }
-      const SavedTensor* const step = find_state(shard, kStep);
-      state.step = any ? 1 : 0;
-      if (step != nullptr) {
-        FS_ASSIGN_OR_RETURN(const at::Tensor value, reader_.tensor(*step));
-        state.step = static_cast<int64_t>(value.item<double>());
-      }
-      if (!any && step == nullptr) state.tensors.clear();  // Starts afresh.
-    }
-    return optimizer_->load_local_state(states_);
-  }
-
-  const ShardedCheckpointReader& reader_;
-  ShardedModule& model_;
-  ShardedOptimizer* const optimizer_;
-  const bool cast_dtypes_;
-  const Paths paths_;
-  std::unordered_map<std::string, LocalShard> shards_;
-  std::vector<LocalOptimizerState> states_;
-  std::set<std::string> known_;
-};
 
 void restore_random_state(const ShardedCheckpointReader& reader,
                           const ProcessGroups& groups) {
@@ -385,7 +177,7 @@ absl::Status TrainingCheckpoints::agree(const absl::Status& status,
 
 std::vector<ShardToSave> TrainingCheckpoints::collect() const {
   const ProcessGroups& groups = model_.groups();
-  const Paths paths(options_);
+  const internal::TrainingPaths paths(options_);
   std::vector<ShardToSave> shards;
   const std::vector<LocalShard> locals = model_.local_shards();
   std::unordered_map<std::string, const LocalShard*> by_name;
@@ -405,7 +197,7 @@ std::vector<ShardToSave> TrainingCheckpoints::collect() const {
     if (!local.own_turn || !is_saved(*optimizer_, state)) continue;
     for (const auto& [key, tensor] : state.tensors) {
       shards.push_back(part(local, paths.optimizer(state.name, key),
-                            as_parameter(local, tensor)));
+                            internal::as_parameter(local, tensor)));
     }
     if (optimizer_->has_step() && local.begin == 0 &&
         local.values.numel() > 0) {
@@ -501,19 +293,19 @@ absl::StatusOr<TrainingCheckpoints::State> TrainingCheckpoints::load(
   try {
     absl::Status status = wait();
     std::unique_ptr<ShardedCheckpointReader> reader;
-    std::unique_ptr<Loading> loading;
+    std::unique_ptr<internal::TrainingCheckpointLoader> loader;
     if (status.ok()) {
       auto opened = ShardedCheckpointReader::open(checkpoint);
       status = opened.status();
       if (opened.ok()) reader = std::move(opened).value();
     }
     if (status.ok()) {
-      loading =
-          std::make_unique<Loading>(*reader, model_, optimizer_, options_);
-      status = loading->check();
+      loader = std::make_unique<internal::TrainingCheckpointLoader>(
+          *reader, model_, optimizer_, options_);
+      status = loader->check();
     }
     FS_RETURN_IF_ERROR(agree(status, checkpoint));
-    FS_RETURN_IF_ERROR(agree(loading->load(), checkpoint));
+    FS_RETURN_IF_ERROR(agree(loader->load(), checkpoint));
     restore_random_state(*reader, groups);
     return reader->manifest().state;
   } catch (const c10::Error& error) {

@@ -263,7 +263,7 @@ void FlatParameter::page_in(char* gathered) {
   for (const OriginalParameter& original : parameters_) {
     const at::Tensor& p = original.tensor;
     p.unsafeGetTensorImpl()->set_storage_keep_dtype(slot_);
-    set_touch_key(p, false);
+    set_touch_key(p, placement_.cast_inputs);
   }
   paged_in_ = true;
 }

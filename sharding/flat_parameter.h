@@ -43,6 +43,9 @@ class FlatParameter final : public StorageOwner {
     bool offload = false;
     at::ScalarType compute_dtype = at::kFloat;
     bool trainable = true;
+    // Operators that take a parameter have their inputs cast to compute_dtype;
+    // to see them all, parameters keep the touch key while unsharded.
+    bool cast_inputs = false;
   };
 
   // Copies this rank's part of `parameters` and takes their memory away.

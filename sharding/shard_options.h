@@ -28,13 +28,15 @@ enum class ShardingStrategy {
 };
 
 // What a unit may have of its own. Given as the rest of ShardOptions says.
-// Inputs are cast at the root only: modules of LibTorch have no forward hooks,
-// so a unit with a param_dtype of its own casts in its forward, or runs under
-// autocast.
 struct UnitOptions {
   // As in MixedPrecision.
   std::optional<at::ScalarType> param_dtype;
   std::optional<at::ScalarType> reduce_dtype;
+  // Where units differ in param_dtype: cast the floating inputs of every
+  // operator that takes one of this unit's parameters to their dtype. (Modules
+  // of LibTorch have no forward hooks; the operators see the same.) Autocast,
+  // where it is on, decides instead.
+  bool cast_forward_inputs = true;
   // Gather again for backward; see ShardingStrategy. With a reshard_group_size
   // of k among the ProcessGroupsOptions the unit stays split over k ranks in
   // between, and backward gathers among those.

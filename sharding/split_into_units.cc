@@ -120,6 +120,7 @@ class Splitter {
     UnitOptions& own = unit_options_[unit.get()];
     own.param_dtype = options_.mixed_precision.param_dtype;
     own.reduce_dtype = options_.mixed_precision.reduce_dtype;
+    own.cast_forward_inputs = options_.mixed_precision.cast_forward_inputs;
     own.reshard_after_forward =
         options_.strategy == ShardingStrategy::kFullShard ||
         options_.strategy == ShardingStrategy::kHybridShard;
@@ -142,6 +143,14 @@ class Splitter {
                                                       "': ", status.message()));
     }
     return absl::OkStatus();
+  }
+
+  bool units_differ_in_dtype() const {
+    return std::any_of(unit_options_.begin(), unit_options_.end(),
+                       [&](const auto& entry) {
+                         return entry.second.param_dtype !=
+                                unit_options_.begin()->second.param_dtype;
+                       });
   }
 
   // Without a reduce_dtype: param_dtype; without that too what all trainable
@@ -209,6 +218,8 @@ class Splitter {
     placement.num_shards = sharded ? groups_.shard_group()->getSize() : 1;
     placement.device = groups_.device();
     placement.offload = options_.offload;
+    placement.cast_inputs =
+        units_differ_in_dtype() && unit_options_.at(&unit).cast_forward_inputs;
     unit.flats = group_parameters(unit.name, std::move(parameters), placement);
     return absl::OkStatus();
   }

@@ -5,7 +5,10 @@
 #include "fullshard/tests/sharding/mlp.h"
 #include "fullshard/tests/testing/run_ranks.h"
 #include "gmock/gmock.h"
+#include "torch/nn/modules/activation.h"
+#include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/rnn.h"
 
 namespace fullshard {
 namespace {
@@ -133,6 +136,115 @@ TEST(UnitsTest, ParamDtypeOfOneUnit) {
       }
     }
   });
+}
+
+// A model in fp32 but for some modules in bf16, one of which uses views of its
+// parameters, and a BatchNorm.
+struct Mixed : torch::nn::Module {
+  Mixed() {
+    at::manual_seed(2);
+    first = register_module("first", torch::nn::Linear(8, 8));
+    attention = register_module(
+        "attention", torch::nn::MultiheadAttention(
+                         torch::nn::MultiheadAttentionOptions(8, 2)));
+    norm = register_module("norm", torch::nn::BatchNorm1d(8));
+    lstm =
+        register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(8, 8)));
+    last = register_module("last", torch::nn::Linear(8, 3));
+  }
+  static at::Tensor to(const at::Tensor& x, at::ScalarType dtype,
+                       bool by_hand) {
+    return by_hand ? x.to(dtype) : x;
+  }
+  at::Tensor forward(at::Tensor x, bool by_hand) {
+    x = at::tanh(first(x));
+    x = to(x, at::kBFloat16, by_hand);
+    x = std::get<0>(attention(x, x, x));
+    dtypes = {x.scalar_type()};
+    x = norm(to(x, at::kFloat, by_hand).reshape({-1, 8})).view({3, 2, 8});
+    dtypes.push_back(x.scalar_type());
+    x = std::get<0>(lstm(to(x, at::kBFloat16, by_hand)));
+    dtypes.push_back(x.scalar_type());
+    // A view of a parameter, by hand.
+    return to(x, at::kFloat, by_hand).matmul(last->weight.t()) + last->bias;
+  }
+  torch::nn::Linear first{nullptr}, last{nullptr};
+  torch::nn::MultiheadAttention attention{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::LSTM lstm{nullptr};
+  std::vector<at::ScalarType> dtypes;
+};
+
+TEST(UnitsTest, InputsAreCastWhereUnitsDifferInDtype) {
+  for (int ranks : {1, 2}) {
+    run_ranks(ranks, [](ProcessGroups& groups) {
+      ShardOptions options;
+      options.wrap_policy =
+          any_of({module_type<torch::nn::LinearImpl>(),
+                  module_type<torch::nn::MultiheadAttentionImpl>(),
+                  module_type<torch::nn::LSTMImpl>()});
+      options.unit_options = [](const std::string& name,
+                                const torch::nn::Module&, UnitOptions& own) {
+        if (name.rfind("attention", 0) == 0 || name == "lstm") {
+          own.param_dtype = at::kBFloat16;
+          own.reduce_dtype = at::kFloat;
+        }
+      };
+      const at::Tensor x = at::arange(48, at::kFloat).view({3, 2, 8}).sin();
+      auto sharded =
+          fully_shard(std::make_shared<Mixed>(), groups, options).value();
+      auto plain = std::make_shared<Mixed>();
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor y = sharded(x, false);
+        EXPECT_EQ(y.scalar_type(), at::kFloat);
+        EXPECT_EQ(sharded->dtypes,
+                  (std::vector<at::ScalarType>{at::kBFloat16, at::kFloat,
+                                               at::kBFloat16}));
+        y.pow(2).sum().backward();
+        // The same casts by hand, of a copy of the masters.
+        auto half = std::make_shared<Mixed>();
+        {
+          at::NoGradGuard no_grad;
+          for (auto& item : half->named_parameters()) {
+            item.value().copy_(plain->named_parameters()[item.key()]);
+          }
+          half->norm->running_mean.copy_(plain->norm->running_mean);
+          half->norm->running_var.copy_(plain->norm->running_var);
+        }
+        half->attention->to(at::kBFloat16);
+        half->lstm->to(at::kBFloat16);
+        const at::Tensor expected = half->forward(x, true);
+        EXPECT_TRUE(y.equal(expected)) << step;
+        expected.pow(2).sum().backward();
+        at::NoGradGuard no_grad;
+        plain->norm->running_mean.copy_(half->norm->running_mean);
+        plain->norm->running_var.copy_(half->norm->running_var);
+        for (auto& item : plain->named_parameters()) {
+          item.value().sub_(
+              half->named_parameters()[item.key()].grad().to(at::kFloat), 0.1);
+        }
+        for (const LocalParameter& local : sharded.named_local_parameters()) {
+          at::Tensor(local.tensor).detach().sub_(local.tensor.grad(), 0.1);
+        }
+        sharded.zero_grad();
+        sharded.reshard();
+      }
+      for (const auto& [name, tensor] : testing::state_of(sharded)) {
+        if (!at::isFloatingType(tensor.scalar_type())) continue;
+        const at::Tensor* parameter = plain->named_parameters().find(name);
+        const at::Tensor* buffer = plain->named_buffers().find(name);
+        EXPECT_TRUE(at::allclose(
+            tensor, parameter != nullptr ? *parameter : *buffer, 1e-5, 1e-6))
+            << name;
+      }
+      // Without the casts LibTorch refuses.
+      options.mixed_precision.cast_forward_inputs = false;
+      auto uncast =
+          fully_shard(std::make_shared<Mixed>(), groups, options).value();
+      EXPECT_THROW(uncast(x, false), c10::Error);
+      EXPECT_NO_THROW(uncast(x, true));
+    });
+  }
 }
 
 TEST(UnitsTest, WrongOptionsNameTheUnit) {
