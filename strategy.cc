@@ -15,8 +15,10 @@
 #include "absl/strings/strip.h"
 #include "fullshard/activation_ckpt/checkpointable.h"
 #include "fullshard/core/logging.h"
+#include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/status.h"
 #include "fullshard/data/distributed_sampler.h"
+#include "fullshard/full_checkpoint.h"
 #include "fullshard/io/full_state_dict.h"
 
 namespace fullshard {
@@ -167,9 +169,12 @@ absl::StatusOr<std::string> Strategy::save_checkpoint(
           "cannot create ", folder.string(), ": ", error.message()));
     }
   }
-  const absl::Status written = write_checkpoint(path, only_trainable);
-  FS_RETURN_IF_ERROR(status);
-  FS_RETURN_IF_ERROR(written);
+  FS_RETURN_IF_ERROR(agree(groups_, status, path));
+  FullCheckpointOptions options;
+  options.all_module_keys = model_->all_module_keys();
+  options.module_keys = only_trainable ? model_->trainable_module_keys()
+                                       : options.all_module_keys;
+  FS_RETURN_IF_ERROR(save_full_checkpoint(*sharded_, path, options));
   if (groups_.rank() == 0) {
     const absl::Status linked = update_latest(path);
     if (!linked.ok()) {
@@ -180,30 +185,6 @@ absl::StatusOr<std::string> Strategy::save_checkpoint(
     }
   }
   return path;
-}
-
-absl::Status Strategy::write_checkpoint(const std::string& path,
-                                        bool only_trainable) {
-  FullStateDictOptions options;
-  options.all_module_keys = model_->all_module_keys();
-  options.module_keys = only_trainable ? model_->trainable_module_keys()
-                                       : options.all_module_keys;
-  options.names = sharded_->state_dict_names();
-  std::unique_ptr<FullStateDictWriter> writer;
-  absl::Status opened;
-  if (groups_.rank() == 0) {
-    auto created = FullStateDictWriter::create(path, options);
-    opened = created.status();
-    if (created.ok()) writer = std::move(created).value();
-  }
-  // Rank 0's errors reach the others at the end: no rank may leave the gathers.
-  return sharded_->full_state_dict(
-      [&](const std::string& name, const at::Tensor& tensor) {
-        FS_RETURN_IF_ERROR(opened);
-        return writer->add(name, tensor.contiguous());
-      },
-      /*all_ranks=*/false,
-      [&] { return opened.ok() ? writer->commit() : opened; });
 }
 
 absl::Status Strategy::load_checkpoint(const std::string& path) {
@@ -238,7 +219,8 @@ absl::Status Strategy::load_checkpoint(const std::string& path) {
   options.names = selected;
   options.cast_dtypes = true;  // As Module.load_state_dict does.
   FS_RETURN_IF_ERROR(annotate(
-      sharded_->load_full_state_dict(
+      load_full_checkpoint(
+          *sharded_,
           [&](const std::string& name) { return reader->tensor(name); },
           options),
       file));

@@ -176,7 +176,6 @@ class Strategy {
   std::vector<VlmBatch> micro_batches(const TrainingData& data,
                                       const std::vector<int64_t>& order,
                                       int64_t begin, int64_t epoch) const;
-  absl::Status write_checkpoint(const std::string& path, bool only_trainable);
   // Where training is.
   struct Progress {
     int64_t global_step = 0;

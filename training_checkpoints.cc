@@ -23,6 +23,7 @@
 #include "fullshard/io/atomic_file.h"
 #include "fullshard/io/sharded_checkpoint_reader.h"
 #include "fullshard/training_checkpoint_loader.h"
+#include "fullshard/training_param_groups.h"
 
 namespace fullshard {
 namespace {
@@ -134,15 +135,21 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
   try {
     // No rank may still be at a save before this one when the hidden folder is
     // made: it may have the same name.
-    FS_RETURN_IF_ERROR(agree(wait(), folder));
+    FS_RETURN_IF_ERROR(agree(groups, wait(), folder));
     FS_RETURN_IF_ERROR(
-        agree(groups.rank() == 0
+        agree(groups,
+              groups.rank() == 0
                   ? ShardedCheckpointWriter::prepare(folder, file_system_)
                   : absl::OkStatus(),
               folder));
     std::vector<ShardToSave> shards = collect();
+    std::vector<ObjectToSave> objects;
+    if (optimizer_ != nullptr && groups.rank() == 0) {
+      objects =
+          internal::param_groups_to_save(*optimizer_, options_.optimizer_key);
+    }
     if (!async) {
-      const absl::Status status = write(folder, step, shards, state);
+      const absl::Status status = write(folder, step, shards, state, objects);
       // Until then rank 0 replaces the link and removes old ones.
       max_over_ranks(groups, 0, "all_reduce after a save");
       FS_RETURN_IF_ERROR(status);
@@ -150,9 +157,10 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
     }
     copy_to_buffer(shards);
     thread_ =
-        std::thread([this, folder, step, state, shards = std::move(shards)] {
+        std::thread([this, folder, step, state, shards = std::move(shards),
+                     objects = std::move(objects)] {
           try {
-            result_ = write(folder, step, shards, state);
+            result_ = write(folder, step, shards, state, objects);
           } catch (const std::exception& error) {
             result_ = absl::InternalError(
                 absl::StrCat("save of ", folder, ": ", error.what()));
@@ -163,16 +171,6 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
     return absl::UnavailableError(
         absl::StrCat("save: ", error.what_without_backtrace()));
   }
-}
-
-// `status`, or that another rank's was not OK.
-absl::Status TrainingCheckpoints::agree(const absl::Status& status,
-                                        const std::string& folder) const {
-  const int64_t failed = max_over_ranks(model_.groups(), status.ok() ? 0 : 1,
-                                        "all_reduce of a checkpoint");
-  if (!status.ok() || failed == 0) return status;
-  return absl::AbortedError(
-      absl::StrCat(folder, ": another rank failed; see its message"));
 }
 
 std::vector<ShardToSave> TrainingCheckpoints::collect() const {
@@ -242,15 +240,16 @@ void TrainingCheckpoints::copy_to_buffer(std::vector<ShardToSave>& shards) {
   }
 }
 
-absl::Status TrainingCheckpoints::write(const std::string& folder, int64_t step,
-                                        const std::vector<ShardToSave>& shards,
-                                        const State& state) const {
+absl::Status TrainingCheckpoints::write(
+    const std::string& folder, int64_t step,
+    const std::vector<ShardToSave>& shards, const State& state,
+    const std::vector<ObjectToSave>& objects) const {
   const ProcessGroups& groups = model_.groups();
   State full = state;
   full[kStep] = absl::StrCat(step);
   ShardedCheckpointWriter writer(folder, groups.rank(), groups.world_size(),
                                  options_.timeout, file_system_);
-  FS_RETURN_IF_ERROR(writer.write(shards, full));
+  FS_RETURN_IF_ERROR(writer.write(shards, full, objects));
   if (groups.rank() != 0) return absl::OkStatus();
   const absl::Status linked = replace_symlink(
       step_folder_name(step), absl::StrCat(folder_, "/latest"), file_system_);
@@ -304,8 +303,8 @@ absl::StatusOr<TrainingCheckpoints::State> TrainingCheckpoints::load(
           *reader, model_, optimizer_, options_);
       status = loader->check();
     }
-    FS_RETURN_IF_ERROR(agree(status, checkpoint));
-    FS_RETURN_IF_ERROR(agree(loader->load(), checkpoint));
+    FS_RETURN_IF_ERROR(agree(groups, status, checkpoint));
+    FS_RETURN_IF_ERROR(agree(groups, loader->load(), checkpoint));
     restore_random_state(*reader, groups);
     return reader->manifest().state;
   } catch (const c10::Error& error) {

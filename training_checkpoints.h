@@ -38,7 +38,8 @@ struct TrainingCheckpointsOptions {
 // the optimizer's state, every rank's random state, and what the caller adds.
 // Each is a folder `step-000123` that all ranks write together, on a file
 // system that they share, and that torch.distributed.checkpoint reads too, as
-// {"model": {name: tensor}, "optim": {"state": {name: {key: tensor}}}}.
+// {"model": {name: tensor}, "optim": {"state": {name: {key: tensor}},
+// "param_groups": [...]}}, so that set_optimizer_state_dict takes it.
 // `latest` is a link to the last one. Loads at any number of ranks, with any
 // mesh, strategy and wrap policy.
 //
@@ -85,14 +86,12 @@ class TrainingCheckpoints {
  private:
   absl::StatusOr<std::string> start(int64_t step, const State& state,
                                     bool async);
-  absl::Status agree(const absl::Status& status,
-                     const std::string& folder) const;
   std::vector<ShardToSave> collect() const;
   void copy_to_buffer(std::vector<ShardToSave>& shards);
   void remove_old(int64_t step) const;
   absl::Status write(const std::string& folder, int64_t step,
-                     const std::vector<ShardToSave>& shards,
-                     const State& state) const;
+                     const std::vector<ShardToSave>& shards, const State& state,
+                     const std::vector<ObjectToSave>& objects) const;
 
   const std::string folder_;
   ShardedModule& model_;

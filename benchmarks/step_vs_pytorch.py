@@ -41,10 +41,14 @@ def torch_python():
     return found.group(1) if found else sys.executable
 
 
-def run_pytorch(mode, world, tokens, steps):
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return s.getsockname()[1]
+
+
+def run_pytorch(mode, world, tokens, steps):
+    port = free_port()
     ranks = []
     for rank in range(world):
         env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world),

@@ -2,7 +2,9 @@
 #define FULLSHARD_CORE_MAX_OVER_RANKS_H_
 
 #include <cstdint>
+#include <string>
 
+#include "absl/status/status.h"
 #include "fullshard/core/process_groups.h"
 
 namespace fullshard {
@@ -13,6 +15,13 @@ namespace fullshard {
 // Collective. `what` names the call in the messages of a time-out.
 int64_t max_over_ranks(const ProcessGroups& groups, int64_t value,
                        const char* what);
+
+// Returns `status`, or, where it is OK but that of another rank is not,
+// kAborted: "<where>: failed on another rank; see its message".
+//
+// Collective.
+absl::Status agree(const ProcessGroups& groups, const absl::Status& status,
+                   const std::string& where);
 
 }  // namespace fullshard
 

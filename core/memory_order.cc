@@ -24,4 +24,21 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes,
   return order;
 }
 
+std::vector<int64_t> strides_of(const std::vector<int64_t>& sizes,
+                                const std::vector<int64_t>& order) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    const auto dim = static_cast<size_t>(order[i]);
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return strides;
+}
+
+at::Tensor elements_in_order(const at::Tensor& tensor,
+                             const std::vector<int64_t>& order) {
+  return tensor.permute(order).reshape({-1});
+}
+
 }  // namespace fullshard

@@ -27,6 +27,9 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   const std::string& path() const { return path_; }
+  // Where the bytes are until commit(). Others may write parts of it that this
+  // one does not, and sync them before commit().
+  const std::string& temporary_path() const { return temporary_; }
   FileSink& sink() { return sink_; }
 
   // Syncs the file, renames it and syncs the folder. At most once.

@@ -20,6 +20,9 @@ class ByteSink {
   // Errors: what the medium reports; the sink is then unusable.
   virtual absl::Status append(const void* data, size_t size) = 0;
 
+  // Continues at byte `offset`, which may lie beyond the end.
+  virtual absl::Status seek(int64_t offset) = 0;
+
   // Hands everything to the medium and makes it durable.
   virtual absl::Status close() = 0;
 };
@@ -40,8 +43,7 @@ class FileSink : public ByteSink {
   FileSink& operator=(const FileSink&) = delete;
 
   absl::Status append(const void* data, size_t size) override;
-  // Continues at byte `offset` of the file, which may lie beyond its end.
-  absl::Status seek(int64_t offset);
+  absl::Status seek(int64_t offset) override;
   // Flushes, fsyncs and closes. A second call does nothing.
   absl::Status close() override;
 

@@ -82,4 +82,10 @@ uint32_t crc32(uint32_t crc, const void* data, size_t size) {
   return crc32_zlib(crc, bytes, size);
 }
 
+uint32_t crc32_combine(uint32_t first, uint32_t second, int64_t second_bytes) {
+  static_assert(sizeof(z_off_t) == sizeof(int64_t));
+  return static_cast<uint32_t>(
+      ::crc32_combine(first, second, static_cast<z_off_t>(second_bytes)));
+}
+
 }  // namespace fullshard

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "fullshard/io/dtype_names.h"
 #include "fullshard/io/pickle_writer.h"
 
@@ -13,8 +14,9 @@ constexpr char kModule[] = "torch.distributed.checkpoint.metadata\n";
 
 class MetadataPickle {
  public:
-  explicit MetadataPickle(const ShardedManifest& manifest)
-      : manifest_(manifest) {}
+  MetadataPickle(const ShardedManifest& manifest,
+                 const std::vector<DcpObject>& objects)
+      : manifest_(manifest), objects_(objects) {}
 
   std::string write() {
     begin_object("Metadata");
@@ -24,6 +26,11 @@ class MetadataPickle {
       out_.string(flat_name(path));
       storage_metadata(tensor);
     });
+    for (const DcpObject& object : objects_) {
+      out_.string(name_of(object));
+      begin_object("BytesStorageMetadata");
+      end_object();
+    }
     out_.end_dict();
     out_.string("planner_data");
     out_.begin_dict();
@@ -33,12 +40,24 @@ class MetadataPickle {
       for (const std::string& key : path) out_.string(key);
       out_.end_tuple();
     });
+    for (const DcpObject& object : objects_) path(object);
     out_.end_dict();
     out_.string("storage_data");
     out_.begin_dict();
     for_each_name([&](const auto& path, const auto& tensor) {
       storage_data(flat_name(path), tensor);
     });
+    for (const DcpObject& object : objects_) {
+      begin_object("MetadataIndex");
+      out_.string("fqn");
+      out_.string(name_of(object));
+      out_.string("offset");
+      out_.none();
+      out_.string("index");
+      out_.none();
+      end_object();
+      storage_info(object.file_name, object.item_offset, object.item_bytes);
+    }
     out_.end_dict();
     out_.string("storage_meta");
     out_.none();
@@ -136,26 +155,54 @@ class MetadataPickle {
       out_.string("index");
       out_.integer(static_cast<int64_t>(i));
       end_object();
-      out_.new_object("torch.distributed.checkpoint.filesystem\n_StorageInfo");
-      out_.begin_dict();
-      out_.string("relative_path");
-      out_.string(manifest_.files[static_cast<size_t>(piece.file)].name);
-      out_.string("offset");
-      out_.integer(piece.item_offset);
-      out_.string("length");
-      out_.integer(piece.item_bytes);
-      end_object();
+      storage_info(manifest_.files[static_cast<size_t>(piece.file)].name,
+                   piece.item_offset, piece.item_bytes);
     }
   }
 
+  void storage_info(const std::string& file_name, int64_t offset,
+                    int64_t num_bytes) {
+    out_.new_object("torch.distributed.checkpoint.filesystem\n_StorageInfo");
+    out_.begin_dict();
+    out_.string("relative_path");
+    out_.string(file_name);
+    out_.string("offset");
+    out_.integer(offset);
+    out_.string("length");
+    out_.integer(num_bytes);
+    end_object();
+  }
+
+  static std::string name_of(const DcpObject& object) {
+    return absl::StrJoin(
+        object.path, ".", [](std::string* out, const DcpObject::Key& key) {
+          std::visit([&](const auto& k) { absl::StrAppend(out, k); }, key);
+        });
+  }
+
+  void path(const DcpObject& object) {
+    out_.string(name_of(object));
+    out_.begin_tuple();
+    for (const DcpObject::Key& key : object.path) {
+      if (const auto* text = std::get_if<std::string>(&key)) {
+        out_.string(*text);
+      } else {
+        out_.integer(std::get<int64_t>(key));
+      }
+    }
+    out_.end_tuple();
+  }
+
   const ShardedManifest& manifest_;
+  const std::vector<DcpObject>& objects_;
   PickleWriter out_;
 };
 
 }  // namespace
 
-std::string dcp_metadata(const ShardedManifest& manifest) {
-  return MetadataPickle(manifest).write();
+std::string dcp_metadata(const ShardedManifest& manifest,
+                         const std::vector<DcpObject>& objects) {
+  return MetadataPickle(manifest, objects).write();
 }
 
 }  // namespace fullshard

@@ -2,9 +2,11 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
@@ -17,6 +19,8 @@ T or_errno(T result) {
   return result < 0 ? static_cast<T>(-errno) : result;
 }
 
+std::atomic<FileSystem*> for_readers_of_process{nullptr};
+
 }  // namespace
 
 FileSystem& FileSystem::posix() {
@@ -24,9 +28,22 @@ FileSystem& FileSystem::posix() {
   return *file_system;
 }
 
+FileSystem& FileSystem::for_readers() {
+  FileSystem* const file_system = for_readers_of_process.load();
+  return file_system == nullptr ? posix() : *file_system;
+}
+
+void FileSystem::set_for_readers(FileSystem* file_system) {
+  for_readers_of_process = file_system;
+}
+
 int FileSystem::create(const std::string& path) {
   return or_errno(
       ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+}
+
+int FileSystem::open_to_write(const std::string& path) {
+  return or_errno(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
 }
 
 ssize_t FileSystem::write(int fd, const void* data, size_t size) {
@@ -63,6 +80,23 @@ int FileSystem::create_directory(const std::string& path) {
 
 int FileSystem::remove_directory(const std::string& path) {
   return or_errno(::rmdir(path.c_str()));
+}
+
+int FileSystem::open_to_read(const std::string& path) {
+  // Without O_NONBLOCK, opening a named pipe would wait for a writer.
+  return or_errno(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+}
+
+ssize_t FileSystem::read_at(int fd, void* data, size_t size, int64_t offset) {
+  return or_errno(::pread(fd, data, size, offset));
+}
+
+int FileSystem::map(int fd, size_t size, void** data) {
+  void* const mapped = ::mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+  if (mapped == MAP_FAILED) return -errno;
+  *data = mapped;
+  return 0;
 }
 
 absl::Status file_error(int negative_errno, const std::string& action,

@@ -10,18 +10,25 @@
 
 namespace fullshard {
 
-// The system calls that make a file durable. Writers take one, so that a test
-// can fail or end the process at any of them; everyone else uses posix().
+// The system calls that make a file durable and read it. Writers take one and
+// readers share one, so that a test can fail or end the process at any of them;
+// everyone else uses posix().
 //
 // Every call returns a value >= 0, or -errno.
 class FileSystem {
  public:
   static FileSystem& posix();
+  // What readers use: posix(), unless a test has set another one, for the whole
+  // process. Null: posix() again.
+  static FileSystem& for_readers();
+  static void set_for_readers(FileSystem* file_system);
 
   virtual ~FileSystem() = default;
 
   // Creates `path`, which must not exist, and returns its descriptor.
   virtual int create(const std::string& path);
+  // Opens a file that exists, to write parts of it.
+  virtual int open_to_write(const std::string& path);
   // Writes up to `size` bytes and returns how many.
   virtual ssize_t write(int fd, const void* data, size_t size);
   virtual int sync(int fd);
@@ -32,6 +39,12 @@ class FileSystem {
   virtual int remove(const std::string& path);
   // Removes an empty folder.
   virtual int remove_directory(const std::string& path);
+
+  virtual int open_to_read(const std::string& path);
+  // Reads up to `size` bytes from byte `offset` on and returns how many.
+  virtual ssize_t read_at(int fd, void* data, size_t size, int64_t offset);
+  // Maps the first `size` bytes, copy-on-write, and sets `data` to them.
+  virtual int map(int fd, size_t size, void** data);
 };
 
 // The Status of a failed call: "cannot <action> <path>: <reason>".

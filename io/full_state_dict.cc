@@ -36,6 +36,21 @@ std::string quoted(const std::string& name) {
   return absl::StrCat("\"", name, "\"");
 }
 
+// The longest module key that `full_name` starts with.
+std::optional<std::string> module_of(const std::string& full_name,
+                                     const FullStateDictOptions& options) {
+  std::optional<std::string> longest;
+  for (const auto* keys : {&options.module_keys, &options.all_module_keys}) {
+    for (const std::string& key : *keys) {
+      if (absl::StartsWith(full_name, key + ".") &&
+          (!longest.has_value() || key.size() > longest->size())) {
+        longest = key;
+      }
+    }
+  }
+  return longest;
+}
+
 }  // namespace
 
 std::string checkpoint_name(int64_t global_step, int64_t epoch,
@@ -46,12 +61,27 @@ std::string checkpoint_name(int64_t global_step, int64_t epoch,
                          text);
 }
 
+absl::StatusOr<bool> is_written(const std::string& path,
+                                const std::string& full_name,
+                                const FullStateDictOptions& options) {
+  if (options.module_keys.empty()) return true;
+  const std::optional<std::string> module = module_of(full_name, options);
+  if (!module.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": ", quoted(full_name),
+                     " belongs to none of the model's modules"));
+  }
+  return std::find(options.module_keys.begin(), options.module_keys.end(),
+                   *module) != options.module_keys.end();
+}
+
 absl::StatusOr<std::unique_ptr<FullStateDictWriter>>
 FullStateDictWriter::create(const std::string& path,
                             const FullStateDictOptions& options) {
   PtWriterOptions writer_options;
   // The caller's buffers are used again from unit to unit.
   writer_options.share_storages = false;
+  writer_options.ordered_root = options.module_keys.empty();
   writer_options.file_system = options.file_system;
   FS_ASSIGN_OR_RETURN(std::unique_ptr<PtWriter> pt,
                       PtWriter::create(path, writer_options));
@@ -63,11 +93,11 @@ FullStateDictWriter::create(const std::string& path,
 
 FullStateDictWriter::FullStateDictWriter(std::unique_ptr<PtWriter> writer,
                                          const FullStateDictOptions& options)
-    : writer_(std::move(writer)), all_module_keys_(options.all_module_keys) {
+    : writer_(std::move(writer)), options_(options) {
+  if (options.module_keys.empty()) modules_.push_back(Module{"", {}});
   for (const std::string& key : options.module_keys) {
     module_index_.emplace(key, modules_.size());
     modules_.push_back(Module{key, {}});
-    all_module_keys_.push_back(key);
   }
 }
 
@@ -80,31 +110,23 @@ absl::Status FullStateDictWriter::invalid(const std::string& full_name,
 absl::Status FullStateDictWriter::announce(
     const std::vector<std::string>& names) {
   for (const std::string& name : names) {
-    const std::optional<std::string> module = module_of(name);
-    if (!module.has_value()) {
-      return invalid(name, "belongs to none of the model's modules");
+    FS_ASSIGN_OR_RETURN(const bool written,
+                        is_written(writer_->path(), name, options_));
+    if (!written) continue;
+    size_t module = 0;
+    std::string key = name;
+    if (!options_.module_keys.empty()) {
+      const std::string module_key = *module_of(name, options_);
+      module = module_index_.at(module_key);
+      key = name.substr(module_key.size() + 1);
     }
-    const auto selected = module_index_.find(*module);
-    if (selected == module_index_.end()) continue;
-    std::vector<Slot>& slots = modules_[selected->second].slots;
-    if (!index_.try_emplace(name, selected->second, slots.size()).second) {
+    std::vector<Slot>& slots = modules_[module].slots;
+    if (!index_.try_emplace(name, module, slots.size()).second) {
       return invalid(name, "appears twice in the state dict");
     }
-    slots.push_back(Slot{name.substr(module->size() + 1), std::nullopt});
+    slots.push_back(Slot{std::move(key), std::nullopt, std::nullopt});
   }
   return absl::OkStatus();
-}
-
-std::optional<std::string> FullStateDictWriter::module_of(
-    const std::string& full_name) const {
-  std::optional<std::string> longest;
-  for (const std::string& key : all_module_keys_) {
-    if (absl::StartsWith(full_name, key + ".") &&
-        (!longest.has_value() || key.size() > longest->size())) {
-      longest = key;
-    }
-  }
-  return longest;
 }
 
 absl::StatusOr<FullStateDictWriter::Slot*> FullStateDictWriter::find_slot(
@@ -115,11 +137,9 @@ absl::StatusOr<FullStateDictWriter::Slot*> FullStateDictWriter::find_slot(
     if (slot.stored.has_value()) return invalid(full_name, "was added before");
     return &slot;
   }
-  const std::optional<std::string> module = module_of(full_name);
-  if (!module.has_value()) {
-    return invalid(full_name, "belongs to none of the model's modules");
-  }
-  if (module_index_.count(*module) == 0) return nullptr;
+  FS_ASSIGN_OR_RETURN(const bool written,
+                      is_written(writer_->path(), full_name, options_));
+  if (!written) return nullptr;
   return invalid(full_name, "is not among the announced names");
 }
 
@@ -148,22 +168,50 @@ absl::Status FullStateDictWriter::add_tied(const std::string& full_name,
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::optional<int64_t>> FullStateDictWriter::reserve(
+    const std::string& full_name, c10::ScalarType dtype,
+    const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  FS_ASSIGN_OR_RETURN(Slot* const slot, find_slot(full_name));
+  if (slot == nullptr) return std::nullopt;
+  absl::StatusOr<PtWriter::Reserved> reserved =
+      writer_->reserve(dtype, sizes, strides);
+  if (!reserved.ok()) return annotate(reserved.status(), full_name);
+  slot->stored = reserved->stored;
+  slot->reserved = *std::move(reserved);
+  return slot->reserved->offset;
+}
+
+absl::Status FullStateDictWriter::complete(const std::string& full_name,
+                                           uint32_t crc) {
+  const auto [module, slot] = index_.at(full_name);
+  return writer_->complete(*modules_[module].slots[slot].reserved, crc);
+}
+
 absl::Status FullStateDictWriter::commit() {
+  if (options_.module_keys.empty()) {
+    FS_RETURN_IF_ERROR(place(modules_[0]));
+    return writer_->commit();
+  }
   FS_RETURN_IF_ERROR(writer_->begin_dict(kModelKey));
   for (const Module& module : modules_) {
     FS_RETURN_IF_ERROR(writer_->begin_ordered_dict(module.key));
-    for (const Slot& slot : module.slots) {
-      if (!slot.stored.has_value()) {
-        return absl::FailedPreconditionError(
-            absl::StrCat(writer_->path(), ": \"", module.key, ".", slot.key,
-                         "\" was announced but not added"));
-      }
-      FS_RETURN_IF_ERROR(writer_->place(slot.key, *slot.stored));
-    }
+    FS_RETURN_IF_ERROR(place(module));
     FS_RETURN_IF_ERROR(writer_->end_dict());
   }
   FS_RETURN_IF_ERROR(writer_->end_dict());
   return writer_->commit();
+}
+
+absl::Status FullStateDictWriter::place(const Module& module) {
+  for (const Slot& slot : module.slots) {
+    if (!slot.stored.has_value()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          writer_->path(), ": \"", module.key, module.key.empty() ? "" : ".",
+          slot.key, "\" was announced but not added"));
+    }
+    FS_RETURN_IF_ERROR(writer_->place(slot.key, *slot.stored));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<FullStateDictReader>> FullStateDictReader::open(

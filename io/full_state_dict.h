@@ -27,7 +27,8 @@ std::string checkpoint_name(int64_t global_step, int64_t epoch,
                             std::optional<double> loss);
 
 struct FullStateDictOptions {
-  // The modules to write, in the file's order.
+  // The modules to write, in the file's order. Empty: everything, as one flat
+  // map {name: tensor}, as torch.save(module.state_dict()) does.
   std::vector<std::string> module_keys;
   // Every module of the model; empty: the same as module_keys. Tensors of
   // those that are not written are skipped.
@@ -38,14 +39,21 @@ struct FullStateDictOptions {
   FileSystem* file_system = nullptr;  // null: FileSystem::posix()
 };
 
+// Whether a tensor of that name is among what `options` asks to write. A name
+// belongs to module M if it starts with "M."; of several such modules, to the
+// longest.
+// Errors: InvalidArgument if it belongs to none of the model's modules.
+absl::StatusOr<bool> is_written(const std::string& path,
+                                const std::string& full_name,
+                                const FullStateDictOptions& options);
+
 // Writes a full state dict whose tensors arrive in any order; each is on its
 // way to the disk when add() returns, so the caller may use its memory again
 // at once. The file appears in commit(); without it nothing appears.
 class FullStateDictWriter {
  public:
   // Errors: those of the file; InvalidArgument for a name that appears twice
-  // or belongs to none of the model's modules. A name belongs to module M if
-  // it starts with "M."; of several such modules, to the longest.
+  // or belongs to none of the model's modules.
   static absl::StatusOr<std::unique_ptr<FullStateDictWriter>> create(
       const std::string& path, const FullStateDictOptions& options);
 
@@ -58,13 +66,29 @@ class FullStateDictWriter {
   absl::Status add_tied(const std::string& full_name,
                         const std::string& added_name);
 
+  // Leaves room for a dense tensor whose elements others write, in memory
+  // order, to the file at temporary_path(). Returns its place, in bytes from
+  // the file's beginning; nothing if its module is not written.
+  // Errors: those of add().
+  absl::StatusOr<std::optional<int64_t>> reserve(
+      const std::string& full_name, c10::ScalarType dtype,
+      const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
+  // They are there, durable, and have this CRC-32.
+  // Requires: reserve(full_name) returned a place.
+  absl::Status complete(const std::string& full_name, uint32_t crc);
+
   // Errors: FailedPrecondition if an announced tensor did not come.
   absl::Status commit();
+
+  const std::string& temporary_path() const {
+    return writer_->temporary_path();
+  }
 
  private:
   struct Slot {
     std::string key;  // without the module prefix
     std::optional<PickledTensor> stored;
+    std::optional<PtWriter::Reserved> reserved;
   };
   struct Module {
     std::string key;
@@ -74,14 +98,14 @@ class FullStateDictWriter {
   FullStateDictWriter(std::unique_ptr<PtWriter> writer,
                       const FullStateDictOptions& options);
   absl::Status announce(const std::vector<std::string>& names);
-  std::optional<std::string> module_of(const std::string& full_name) const;
+  absl::Status place(const Module& module);
   // Null: the name's module is not written.
   absl::StatusOr<Slot*> find_slot(const std::string& full_name);
   absl::Status invalid(const std::string& full_name, const char* what) const;
 
   std::unique_ptr<PtWriter> writer_;
-  std::vector<std::string> all_module_keys_;
-  std::vector<Module> modules_;
+  const FullStateDictOptions options_;
+  std::vector<Module> modules_;  // One without a key: the flat map.
   std::unordered_map<std::string, size_t> module_index_;
   // Full name -> (module, slot).
   std::unordered_map<std::string, std::pair<size_t, size_t>> index_;

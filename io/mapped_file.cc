@@ -5,26 +5,31 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "fullshard/core/status.h"
 #include "fullshard/io/file_system.h"
 
 namespace fullshard {
+namespace {
+
+constexpr size_t kPieceBytes = size_t{4} << 20;
+
+}  // namespace
 
 absl::StatusOr<std::shared_ptr<MappedFile>> MappedFile::open(
     const std::string& path) {
-  // Without O_NONBLOCK, opening a named pipe would wait for a writer.
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return file_error(-errno, "open", path);
+  FileSystem& file_system = FileSystem::for_readers();
+  const int fd = file_system.open_to_read(path);
+  if (fd < 0) return file_error(fd, "open", path);
   struct stat info;
   const int error = ::fstat(fd, &info) < 0 ? -errno : 0;
   void* data = nullptr;
   int map_error = 0;
   if (error == 0 && S_ISREG(info.st_mode) && info.st_size > 0) {
-    data = ::mmap(nullptr, static_cast<size_t>(info.st_size),
-                  PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-    map_error = data == MAP_FAILED ? -errno : 0;
+    map_error = file_system.map(fd, static_cast<size_t>(info.st_size), &data);
   }
   const auto close_with = [fd](absl::Status status) {
     ::close(fd);
@@ -57,9 +62,41 @@ absl::Status MappedFile::check_whole() const {
   struct stat info;
   if (::fstat(fd_, &info) < 0) return file_error(-errno, "stat", path_);
   if (static_cast<size_t>(info.st_size) >= size_) return absl::OkStatus();
+  return cut_short(static_cast<size_t>(info.st_size));
+}
+
+absl::Status MappedFile::cut_short(size_t num_bytes) const {
   return absl::DataLossError(
-      absl::StrCat(path_, " was cut short while it was read: ", info.st_size,
+      absl::StrCat(path_, " was cut short while it was read: ", num_bytes,
                    " bytes, expected ", size_));
+}
+
+absl::Status MappedFile::read(size_t offset, size_t size, void* out) const {
+  FileSystem& file_system = FileSystem::for_readers();
+  char* to = static_cast<char*>(out);
+  while (size > 0) {
+    const size_t piece = std::min(size, kPieceBytes);
+    if (size > piece) {
+      // The disk works on the next piece while this one is copied.
+      (void)::posix_fadvise(fd_, static_cast<off_t>(offset + piece),
+                            static_cast<off_t>(std::min(size - piece, piece)),
+                            POSIX_FADV_WILLNEED);
+    }
+    const ssize_t count =
+        file_system.read_at(fd_, to, piece, static_cast<int64_t>(offset));
+    if (count == -EINTR) continue;
+    if (count < 0) {
+      return file_error(static_cast<int>(count), "read", path_);
+    }
+    if (count == 0) {
+      FS_RETURN_IF_ERROR(check_whole());
+      return cut_short(offset);  // And grew again.
+    }
+    offset += static_cast<size_t>(count);
+    to += count;
+    size -= static_cast<size_t>(count);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace fullshard

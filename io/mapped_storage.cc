@@ -38,6 +38,13 @@ c10::Storage mapped_storage(const std::shared_ptr<MappedFile>& file,
                       std::move(pointer));
 }
 
+std::shared_ptr<MappedFile> mapped_file_of(const at::Tensor& tensor) {
+  const c10::DataPtr& pointer = tensor.storage().data_ptr();
+  if (pointer.get_deleter() != &release_mapping) return nullptr;
+  return *static_cast<const std::shared_ptr<MappedFile>*>(
+      pointer.get_context());
+}
+
 void release_pages(const at::Tensor& tensor) {
   const c10::DataPtr& pointer = tensor.storage().data_ptr();
   if (pointer.get_deleter() != &release_mapping) return;

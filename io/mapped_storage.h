@@ -18,6 +18,9 @@ namespace fullshard {
 c10::Storage mapped_storage(const std::shared_ptr<MappedFile>& file,
                             absl::string_view bytes, size_t alignment);
 
+// The file that the storage of `tensor` maps; null: it maps none.
+std::shared_ptr<MappedFile> mapped_file_of(const at::Tensor& tensor);
+
 // Lets the system forget the pages that lie wholly in the storage of `tensor`,
 // if that is a mapped one; they are read from the file when touched again. So
 // a file larger than memory passes through in a bounded number of pages.

@@ -15,6 +15,10 @@ namespace {
 
 constexpr char kRoot[] = "archive/";
 
+std::string storage_path(const std::string& key) {
+  return absl::StrCat(kRoot, "data/", key);
+}
+
 // True if the elements fill one range of memory without gaps or overlap.
 bool is_dense(const at::Tensor& tensor) {
   std::vector<int64_t> order(static_cast<size_t>(tensor.dim()));
@@ -198,11 +202,40 @@ void PtWriter::remember(const at::Tensor& tensor, int64_t begin, int64_t end,
       begin, WrittenRange{end, tensor.scalar_type(), key});
 }
 
+std::string PtWriter::next_storage() { return absl::StrCat(num_storages_++); }
+
+absl::StatusOr<PtWriter::Reserved> PtWriter::reserve(
+    c10::ScalarType dtype, const std::vector<int64_t>& sizes,
+    const std::vector<int64_t>& strides) {
+  if (find_dtype(dtype) == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path(), ": no checkpoint holds dtype ", c10::toString(dtype)));
+  }
+  Reserved reserved;
+  PickledTensor& stored = reserved.stored;
+  stored.dtype = dtype;
+  stored.sizes = sizes;
+  stored.strides = strides;
+  stored.storage_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : sizes) stored.storage_bytes *= size;
+  stored.storage_key = next_storage();
+  FS_ASSIGN_OR_RETURN(
+      reserved.entry,
+      zip_.reserve(storage_path(stored.storage_key),
+                   static_cast<uint64_t>(stored.storage_bytes)));
+  reserved.offset = zip_.last_data_offset();
+  return reserved;
+}
+
+absl::Status PtWriter::complete(const Reserved& reserved, uint32_t crc) {
+  return zip_.complete(reserved.entry, crc);
+}
+
 absl::StatusOr<std::string> PtWriter::write_storage(const void* data,
                                                     int64_t size) {
-  std::string key = absl::StrCat(num_storages_++);
-  FS_RETURN_IF_ERROR(zip_.add(absl::StrCat(kRoot, "data/", key), data,
-                              static_cast<size_t>(size)));
+  std::string key = next_storage();
+  FS_RETURN_IF_ERROR(
+      zip_.add(storage_path(key), data, static_cast<size_t>(size)));
   return key;
 }
 

@@ -63,10 +63,25 @@ class PtWriter {
   absl::StatusOr<PickledTensor> store(const at::Tensor& tensor);
   absl::Status place(const std::string& key, const PickledTensor& stored);
 
+  // Leaves room for the bytes of a dense tensor, which others write, in memory
+  // order, to the file at temporary_path().
+  struct Reserved {
+    PickledTensor stored;
+    int64_t offset = 0;  // In the file, in bytes.
+    size_t entry = 0;
+  };
+  // Errors: InvalidArgument for a dtype that no checkpoint holds.
+  absl::StatusOr<Reserved> reserve(c10::ScalarType dtype,
+                                   const std::vector<int64_t>& sizes,
+                                   const std::vector<int64_t>& strides);
+  // They are there, durable, and have this CRC-32.
+  absl::Status complete(const Reserved& reserved, uint32_t crc);
+
   // Requires: every dict has ended.
   absl::Status commit();
 
   const std::string& path() const { return file_->path(); }
+  const std::string& temporary_path() const { return file_->temporary_path(); }
 
  private:
   // A written range of a storage, by its first byte.
@@ -88,6 +103,7 @@ class PtWriter {
                     PickledTensor* out) const;
   void remember(const at::Tensor& tensor, int64_t begin, int64_t end,
                 const std::string& key);
+  std::string next_storage();
   absl::StatusOr<std::string> write_storage(const void* data, int64_t size);
 
   const PtWriterOptions options_;

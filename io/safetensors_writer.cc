@@ -145,9 +145,19 @@ absl::StatusOr<SafetensorsWriter::Place*> SafetensorsWriter::find(
 absl::Status SafetensorsWriter::write(Place* place, absl::string_view bytes) {
   FS_RETURN_IF_ERROR(file_->sink().seek(place->begin));
   FS_RETURN_IF_ERROR(file_->sink().append(bytes.data(), bytes.size()));
+  note_written(place);
+  return absl::OkStatus();
+}
+
+void SafetensorsWriter::note_written(Place* place) {
   place->is_written = true;
   --num_missing_;
-  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> SafetensorsWriter::reserve(const std::string& name) {
+  FS_ASSIGN_OR_RETURN(Place* const place, find(name));
+  note_written(place);
+  return place->begin;
 }
 
 absl::Status SafetensorsWriter::bytes(const std::string& name,

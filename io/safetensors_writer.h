@@ -58,10 +58,16 @@ class SafetensorsWriter {
   // Row-major, little-endian bytes.
   absl::Status bytes(const std::string& name, absl::string_view bytes);
 
+  // Others write the tensor's bytes, row-major, to the file at
+  // temporary_path() and make them durable. Returns their place, in bytes from
+  // the file's beginning.
+  absl::StatusOr<int64_t> reserve(const std::string& name);
+
   // Errors: FailedPrecondition if an announced tensor did not come.
   absl::Status commit();
 
   const std::string& path() const { return file_->path(); }
+  const std::string& temporary_path() const { return file_->temporary_path(); }
   size_t num_missing() const { return num_missing_; }
 
  private:
@@ -78,6 +84,7 @@ class SafetensorsWriter {
                             const std::map<std::string, std::string>& metadata);
   absl::StatusOr<Place*> find(const std::string& name);
   absl::Status write(Place* place, absl::string_view bytes);
+  void note_written(Place* place);
   absl::Status invalid(const std::string& name, absl::string_view what) const;
 
   std::unique_ptr<AtomicFile> file_;

@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "c10/core/GradMode.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/crc32.h"
 #include "fullshard/io/dcp_reader.h"
@@ -105,28 +106,49 @@ const Tensor* ShardedCheckpointReader::find(absl::string_view name) const {
   return found == by_name_.end() ? nullptr : &manifest_.tensors[found->second];
 }
 
-// Bytes [begin, end) of a piece.
-absl::Status ShardedCheckpointReader::check_blocks(const Tensor& tensor,
+// Copies bytes [begin, end) of a piece to `out`; checks every block that they
+// are in.
+absl::Status ShardedCheckpointReader::read_piece(const Tensor& tensor,
+                                                 const Piece& piece,
+                                                 int64_t begin, int64_t end,
+                                                 char* out) const {
+  const MappedFile& file = *files_[static_cast<size_t>(piece.file)];
+  if (is_of_python_) {
+    return file.read(static_cast<size_t>(piece.data_offset + begin),
+                     static_cast<size_t>(end - begin), out);
+  }
+  const int64_t num_bytes = piece.numel * element_bytes(tensor);
+  std::vector<char> partial;
+  for (int64_t block = begin / kBlock; block * kBlock < end; ++block) {
+    const int64_t from = block * kBlock;
+    const int64_t size = std::min(kBlock, num_bytes - from);
+    const int64_t first = std::max(begin, from);
+    const int64_t last = std::min(end, from + size);
+    char* const wanted = out + (first - begin);
+    const bool whole = last - first == size;
+    if (!whole) partial.resize(static_cast<size_t>(size));
+    char* const bytes = whole ? wanted : partial.data();
+    FS_RETURN_IF_ERROR(file.read(static_cast<size_t>(piece.data_offset + from),
+                                 static_cast<size_t>(size), bytes));
+    if (crc32(0, bytes, static_cast<size_t>(size)) !=
+        piece.crc32[static_cast<size_t>(block)]) {
+      return bad_checksum(tensor, piece, from, from + size);
+    }
+    if (whole) continue;
+    std::memcpy(wanted, bytes + (first - from),
+                static_cast<size_t>(last - first));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ShardedCheckpointReader::bad_checksum(const Tensor& tensor,
                                                    const Piece& piece,
                                                    int64_t begin,
                                                    int64_t end) const {
-  const MappedFile& file = *files_[static_cast<size_t>(piece.file)];
-  FS_RETURN_IF_ERROR(file.check_whole());
-  if (is_of_python_) return absl::OkStatus();
-  const int64_t num_bytes = piece.numel * element_bytes(tensor);
-  for (int64_t block = begin / kBlock; block * kBlock < end; ++block) {
-    const int64_t size = std::min(kBlock, num_bytes - block * kBlock);
-    const uint32_t crc =
-        crc32(0, file.data() + piece.data_offset + block * kBlock,
-              static_cast<size_t>(size));
-    if (crc == piece.crc32[static_cast<size_t>(block)]) continue;
-    return absl::DataLossError(absl::StrCat(
-        folder_, "/", manifest_.files[static_cast<size_t>(piece.file)].name,
-        ": bad checksum in '", tensor.name(), "', bytes ",
-        piece.data_offset + block * kBlock, " to ",
-        piece.data_offset + block * kBlock + size));
-  }
-  return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(
+      folder_, "/", manifest_.files[static_cast<size_t>(piece.file)].name,
+      ": bad checksum in '", tensor.name(), "', bytes ",
+      piece.data_offset + begin, " to ", piece.data_offset + end));
 }
 
 absl::Status ShardedCheckpointReader::read_same_order(const Tensor& tensor,
@@ -143,10 +165,7 @@ absl::Status ShardedCheckpointReader::read_same_order(const Tensor& tensor,
     const int64_t last = std::min(end, piece->begin + piece->numel);
     const int64_t from = (at - piece->begin) * element;
     const int64_t to = (last - piece->begin) * element;
-    FS_RETURN_IF_ERROR(check_blocks(tensor, *piece, from, to));
-    const MappedFile& file = *files_[static_cast<size_t>(piece->file)];
-    std::memcpy(out, file.data() + piece->data_offset + from,
-                static_cast<size_t>(to - from));
+    FS_RETURN_IF_ERROR(read_piece(tensor, *piece, from, to, out));
     out += to - from;
     at = last;
   }
@@ -192,10 +211,14 @@ absl::StatusOr<at::Tensor> ShardedCheckpointReader::tensor(
 }
 
 absl::Status ShardedCheckpointReader::verify() const {
+  std::vector<char> block(static_cast<size_t>(kBlock));
   for (const Tensor& tensor : manifest_.tensors) {
     for (const Piece& piece : tensor.pieces) {
-      FS_RETURN_IF_ERROR(
-          check_blocks(tensor, piece, 0, piece.numel * element_bytes(tensor)));
+      const int64_t num_bytes = piece.numel * element_bytes(tensor);
+      for (int64_t at = 0; at < num_bytes; at += kBlock) {
+        FS_RETURN_IF_ERROR(read_piece(
+            tensor, piece, at, std::min(at + kBlock, num_bytes), block.data()));
+      }
     }
   }
   return absl::OkStatus();

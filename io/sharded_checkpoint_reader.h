@@ -60,7 +60,10 @@ class ShardedCheckpointReader {
   absl::Status open_files();
   absl::Status read_same_order(const ShardedManifest::Tensor& tensor,
                                int64_t begin, int64_t numel, char* out) const;
-  absl::Status check_blocks(const ShardedManifest::Tensor& tensor,
+  absl::Status read_piece(const ShardedManifest::Tensor& tensor,
+                          const ShardedManifest::Piece& piece, int64_t begin,
+                          int64_t end, char* out) const;
+  absl::Status bad_checksum(const ShardedManifest::Tensor& tensor,
                             const ShardedManifest::Piece& piece, int64_t begin,
                             int64_t end) const;
 

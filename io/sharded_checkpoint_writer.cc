@@ -10,11 +10,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/atomic_file.h"
-#include "fullshard/io/crc32.h"
 #include "fullshard/io/dcp_metadata.h"
 #include "fullshard/io/dtype_names.h"
+#include "fullshard/io/mapped_storage.h"
 #include "fullshard/io/pickle_writer.h"
 #include "fullshard/io/zip_writer.h"
 
@@ -72,7 +73,7 @@ class DataFile {
     piece.begin = box.begin;
     piece.numel = box.numel;
     piece.item_offset = position_;
-    const auto* const data = static_cast<const char*>(values.const_data_ptr());
+    const void* const data = values.const_data_ptr();
     const auto num_bytes = static_cast<int64_t>(values.nbytes());
     PickledTensor tensor;
     tensor.dtype = values.scalar_type();
@@ -85,19 +86,30 @@ class DataFile {
     ZipWriter zip(sink_);
     FS_RETURN_IF_ERROR(zip.add("archive/data.pkl", pickle.finish()));
     FS_RETURN_IF_ERROR(zip.add("archive/byteorder", "little"));
-    FS_RETURN_IF_ERROR(
-        zip.add("archive/data/0", data, static_cast<size_t>(num_bytes)));
+    static_assert(ShardedManifest::kBlockBytes == ZipWriter::kPieceBytes);
+    std::vector<uint32_t> block_crcs;
+    FS_RETURN_IF_ERROR(zip.add("archive/data/0", data,
+                               static_cast<size_t>(num_bytes), &block_crcs));
+    piece.crc32.assign(block_crcs.begin(), block_crcs.end());
     piece.data_offset = position_ + zip.last_data_offset();
     FS_RETURN_IF_ERROR(zip.add("archive/version", "3\n"));
     FS_RETURN_IF_ERROR(zip.finish());
     piece.item_bytes = zip.num_bytes();
     position_ += piece.item_bytes;
-    for (int64_t at = 0; at < num_bytes; at += ShardedManifest::kBlockBytes) {
-      const int64_t size =
-          std::min(ShardedManifest::kBlockBytes, num_bytes - at);
-      piece.crc32.push_back(crc32(0, data + at, static_cast<size_t>(size)));
-    }
     return piece;
+  }
+
+  // Writes a value as torch.save would; returns where it begins.
+  absl::StatusOr<int64_t> add_object(const std::string& pickle) {
+    FS_RETURN_IF_ERROR(pad());
+    const int64_t begin = position_;
+    ZipWriter zip(sink_);
+    FS_RETURN_IF_ERROR(zip.add("archive/data.pkl", pickle));
+    FS_RETURN_IF_ERROR(zip.add("archive/byteorder", "little"));
+    FS_RETURN_IF_ERROR(zip.add("archive/version", "3\n"));
+    FS_RETURN_IF_ERROR(zip.finish());
+    position_ += zip.num_bytes();
+    return begin;
   }
 
   absl::Status close() { return sink_.close(); }
@@ -178,8 +190,9 @@ std::string ShardedCheckpointWriter::marker(int rank, const char* what) const {
 
 absl::Status ShardedCheckpointWriter::write(
     const std::vector<ShardToSave>& shards,
-    const std::map<std::string, std::string>& state) {
-  absl::Status status = write_own(shards);
+    const std::map<std::string, std::string>& state,
+    const std::vector<ObjectToSave>& objects) {
+  absl::Status status = write_own(shards, objects);
   if (!status.ok()) leave_error(status);
   // Rank 0 waits for all: it also has to tell them how it ended.
   if (rank_ != 0) return status.ok() ? wait_for_rank_0() : status;
@@ -199,7 +212,8 @@ absl::Status ShardedCheckpointWriter::write(
 }
 
 absl::Status ShardedCheckpointWriter::write_own(
-    const std::vector<ShardToSave>& shards) {
+    const std::vector<ShardToSave>& shards,
+    const std::vector<ObjectToSave>& objects) {
   const std::string name = absl::StrCat("__", rank_, "_0.distcp");
   FS_ASSIGN_OR_RETURN(
       const std::unique_ptr<DataFile> file,
@@ -226,6 +240,11 @@ absl::Status ShardedCheckpointWriter::write_own(
               box, shard.order,
               shard.values.narrow(0, box.begin - shard.begin, box.numel)));
     }
+    release_pages(shard.values);
+  }
+  for (const ObjectToSave& object : objects) {
+    FS_ASSIGN_OR_RETURN(const int64_t begin, file->add_object(object.pickle));
+    objects_.push_back({object.path, name, begin, file->num_bytes() - begin});
   }
   FS_RETURN_IF_ERROR(file->close());
   own.files.push_back({name, file->num_bytes()});
@@ -277,7 +296,8 @@ absl::Status ShardedCheckpointWriter::finish(
   FS_ASSIGN_OR_RETURN(ShardedManifest manifest, collect());
   manifest.state = state;
   FS_RETURN_IF_ERROR(write_text(absl::StrCat(temporary_, "/", kDcpMetadata),
-                                dcp_metadata(manifest), file_system_));
+                                dcp_metadata(manifest, objects_),
+                                file_system_));
   FS_RETURN_IF_ERROR(write_text(absl::StrCat(temporary_, "/", kManifestName),
                                 manifest.to_json(), file_system_));
   for (int rank = 0; rank < world_size_; ++rank) {

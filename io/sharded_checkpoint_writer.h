@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "fullshard/io/byte_sink.h"
+#include "fullshard/io/dcp_metadata.h"
 #include "fullshard/io/file_system.h"
 #include "fullshard/io/sharded_manifest.h"
 
@@ -26,6 +27,13 @@ struct ShardToSave {
   std::vector<int64_t> order;  // Of its dimensions in memory.
   int64_t begin = 0;           // First element, in memory order.
   at::Tensor values;           // 1-D, contiguous, on the CPU.
+};
+
+// A value of Python's for torch.distributed.checkpoint, which this library does
+// not read back.
+struct ObjectToSave {
+  std::vector<DcpObject::Key> path;  // Keys of dicts and places in lists.
+  std::string pickle;                // See PickleWriter.
 };
 
 // A sharded checkpoint is a folder that all ranks write together:
@@ -53,17 +61,19 @@ class ShardedCheckpointWriter {
                           FileSystem& file_system = FileSystem::posix());
 
   // Writes this rank's file and waits for the others; rank 0 then makes the
-  // checkpoint appear. `state` is rank 0's. Returns on every rank when it is
-  // durable.
+  // checkpoint appear. `state` and `objects` are rank 0's. Returns on every
+  // rank when it is durable.
   //
   // Errors: those of the file system, of this rank or of another one, named;
   // DeadlineExceeded naming a rank that did not finish. The hidden folder is
   // then removed, and what was at `folder` is untouched.
   absl::Status write(const std::vector<ShardToSave>& shards,
-                     const std::map<std::string, std::string>& state);
+                     const std::map<std::string, std::string>& state,
+                     const std::vector<ObjectToSave>& objects = {});
 
  private:
-  absl::Status write_own(const std::vector<ShardToSave>& shards);
+  absl::Status write_own(const std::vector<ShardToSave>& shards,
+                         const std::vector<ObjectToSave>& objects);
   absl::Status finish(const std::map<std::string, std::string>& state);
   absl::StatusOr<ShardedManifest> collect() const;
   absl::Status wait_for_rank_0() const;
@@ -76,6 +86,7 @@ class ShardedCheckpointWriter {
   const int world_size_;
   const std::chrono::milliseconds timeout_;
   FileSystem& file_system_;
+  std::vector<DcpObject> objects_;  // As rank 0 has written them.
 };
 
 }  // namespace fullshard

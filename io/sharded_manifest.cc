@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/dtype_names.h"
 #include "fullshard/io/json_scanner.h"
@@ -372,18 +373,6 @@ absl::Status ShardedManifest::check_complete() {
     }
   }
   return absl::OkStatus();
-}
-
-std::vector<int64_t> strides_of(const std::vector<int64_t>& sizes,
-                                const std::vector<int64_t>& order) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = order.size(); i-- > 0;) {
-    const auto dim = static_cast<size_t>(order[i]);
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(sizes[dim], 1);
-  }
-  return strides;
 }
 
 namespace {

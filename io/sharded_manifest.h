@@ -85,9 +85,6 @@ struct TensorBox {
 std::vector<TensorBox> split_into_boxes(const std::vector<int64_t>& sizes,
                                         const std::vector<int64_t>& order,
                                         int64_t begin, int64_t numel);
-// Of a dense tensor whose memory has this order.
-std::vector<int64_t> strides_of(const std::vector<int64_t>& sizes,
-                                const std::vector<int64_t>& order);
 
 }  // namespace fullshard
 

@@ -13,8 +13,6 @@ namespace {
 
 using namespace internal;  // NOLINT: the names of the record layout.
 
-// A piece stays in the cache between its checksum and its write.
-constexpr size_t kPieceBytes = FileSink::kBufferBytes;
 constexpr uint16_t kVersion = 20;
 constexpr uint16_t kVersionZip64 = 45;
 constexpr uint16_t kFlags = kFlagDataDescriptor | kFlagUtf8;
@@ -36,12 +34,15 @@ absl::Status ZipWriter::write(const std::string& bytes) {
   return sink_.append(bytes.data(), bytes.size());
 }
 
-absl::Status ZipWriter::write_data(const char* data, size_t size,
-                                   uint32_t* crc) {
+absl::Status ZipWriter::write_data(const char* data, size_t size, Entry* entry,
+                                   std::vector<uint32_t>* piece_crcs) {
   offset_ += size;
   while (size > 0) {
     const size_t piece = std::min(size, kPieceBytes);
-    *crc = crc32(*crc, data, piece);
+    const uint32_t crc = crc32(0, data, piece);
+    entry->crc = crc32_combine(entry->crc, crc, static_cast<int64_t>(piece));
+    if (piece_crcs != nullptr) piece_crcs->push_back(crc);
+    // It is still in the cache.
     FS_RETURN_IF_ERROR(sink_.append(data, piece));
     data += piece;
     size -= piece;
@@ -49,8 +50,8 @@ absl::Status ZipWriter::write_data(const char* data, size_t size,
   return absl::OkStatus();
 }
 
-absl::Status ZipWriter::add(absl::string_view name, const void* data,
-                            size_t size) {
+absl::StatusOr<ZipWriter::Entry> ZipWriter::begin_entry(absl::string_view name,
+                                                        uint64_t size) {
   if (name.empty() || name.size() > 0xffff) {
     return absl::InvalidArgumentError(absl::StrCat(
         "a ZIP entry name has ", name.size(), " bytes, expected 1 to 65535"));
@@ -58,11 +59,39 @@ absl::Status ZipWriter::add(absl::string_view name, const void* data,
   Entry entry{std::string(name), offset_, size, 0};
   FS_RETURN_IF_ERROR(write(local_header(name, size)));
   last_data_offset_ = num_bytes();
+  return entry;
+}
+
+absl::Status ZipWriter::add(absl::string_view name, const void* data,
+                            size_t size, std::vector<uint32_t>* piece_crcs) {
+  FS_ASSIGN_OR_RETURN(Entry entry, begin_entry(name, size));
   FS_RETURN_IF_ERROR(
-      write_data(static_cast<const char*>(data), size, &entry.crc));
+      write_data(static_cast<const char*>(data), size, &entry, piece_crcs));
   FS_RETURN_IF_ERROR(write(data_descriptor(entry)));
   entries_.push_back(std::move(entry));
   return absl::OkStatus();
+}
+
+absl::StatusOr<size_t> ZipWriter::reserve(absl::string_view name,
+                                          uint64_t size) {
+  FS_ASSIGN_OR_RETURN(Entry entry, begin_entry(name, size));
+  entry.complete = false;
+  entry.descriptor_offset = offset_ + size;
+  offset_ = entry.descriptor_offset + data_descriptor(entry).size();
+  FS_RETURN_IF_ERROR(sink_.seek(num_bytes()));
+  entries_.push_back(std::move(entry));
+  return entries_.size() - 1;
+}
+
+absl::Status ZipWriter::complete(size_t entry, uint32_t crc) {
+  Entry& reserved = entries_.at(entry);
+  reserved.crc = crc;
+  reserved.complete = true;
+  const std::string descriptor = data_descriptor(reserved);
+  FS_RETURN_IF_ERROR(
+      sink_.seek(static_cast<int64_t>(reserved.descriptor_offset)));
+  FS_RETURN_IF_ERROR(sink_.append(descriptor.data(), descriptor.size()));
+  return sink_.seek(num_bytes());
 }
 
 std::string ZipWriter::local_header(absl::string_view name,
@@ -146,6 +175,11 @@ void ZipWriter::append_directory_entry(const Entry& entry,
 }
 
 absl::Status ZipWriter::finish() {
+  for (const Entry& entry : entries_) {
+    if (entry.complete) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("the data of ZIP entry ", entry.name, " did not come"));
+  }
   const uint64_t directory_offset = offset_;
   std::string out;
   for (const Entry& entry : entries_) append_directory_entry(entry, &out);

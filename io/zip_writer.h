@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "fullshard/io/byte_sink.h"
 
@@ -26,13 +27,25 @@ class ZipWriter {
   // A test can lower `zip64_limit` to see ZIP64 records in small files.
   explicit ZipWriter(ByteSink& sink, uint64_t zip64_limit = kZip64Limit);
 
-  // Writes one whole entry. Requires: `name` was not used before.
-  absl::Status add(absl::string_view name, const void* data, size_t size);
+  static constexpr size_t kPieceBytes = size_t{1} << 20;
+
+  // Writes one whole entry. `piece_crcs`, if given, becomes the CRC-32 of every
+  // kPieceBytes of the data. Requires: `name` was not used before.
+  absl::Status add(absl::string_view name, const void* data, size_t size,
+                   std::vector<uint32_t>* piece_crcs = nullptr);
   absl::Status add(absl::string_view name, absl::string_view data) {
     return add(name, data.data(), data.size());
   }
 
+  // Writes an entry without its data, of `size` bytes, which others write to
+  // the file at last_data_offset(). Returns its number, for complete().
+  // Requires: the sink can seek.
+  absl::StatusOr<size_t> reserve(absl::string_view name, uint64_t size);
+  // The data of a reserved entry is there and has this CRC-32.
+  absl::Status complete(size_t entry, uint32_t crc);
+
   // Writes the central directory. No call may follow.
+  // Errors: FailedPrecondition for a reserved entry that is not complete.
   absl::Status finish();
 
   int64_t num_bytes() const { return static_cast<int64_t>(offset_); }
@@ -45,10 +58,14 @@ class ZipWriter {
     uint64_t header_offset;
     uint64_t size;
     uint32_t crc;
+    uint64_t descriptor_offset = 0;
+    bool complete = true;
   };
 
+  absl::StatusOr<Entry> begin_entry(absl::string_view name, uint64_t size);
   absl::Status write(const std::string& bytes);
-  absl::Status write_data(const char* data, size_t size, uint32_t* crc);
+  absl::Status write_data(const char* data, size_t size, Entry* entry,
+                          std::vector<uint32_t>* piece_crcs);
   std::string local_header(absl::string_view name, uint64_t size) const;
   std::string data_descriptor(const Entry& entry) const;
   void append_directory_entry(const Entry& entry, std::string* out) const;

@@ -38,6 +38,14 @@ struct LoadOptions {
   bool cast_dtypes = false;
   // Only rank 0 asks its source, and sends each tensor to the others.
   bool from_rank0 = false;
+  // Copies elements [begin, begin + out.numel()) of what `source` returned,
+  // counted in its order in memory, to `out`, 1-D, in its dtype. Default: from
+  // memory. `read_elements` of io/ reads files without mapping them. Not with
+  // from_rank0.
+  std::function<absl::Status(const at::Tensor& tensor,
+                             const std::vector<int64_t>& order, int64_t begin,
+                             at::Tensor out)>
+      read;
 };
 
 // This rank's elements of one parameter, in memory order.
@@ -57,7 +65,8 @@ struct LocalShard {
   std::vector<int64_t> order;        // See core/memory_order.h.
   int64_t begin = 0;                 // First element, in memory order.
   at::Tensor values;                 // 1-D view of the master shard.
-  // Several ranks may have the same elements; this one is to save them.
+  // Several ranks may have the same elements; this one is to save and load
+  // them.
   bool own_turn = true;
 };
 
@@ -261,11 +270,14 @@ class ShardedModule {
       const TensorSink& sink, bool all_ranks = false,
       const std::function<absl::Status()>& finish = nullptr) const;
 
-  // Copies this rank's part of every parameter, and the buffers, from `source`.
+  // Copies this rank's part of every parameter, and the buffers, from `source`,
+  // which must name each of a tied parameter's names, or one of them. Where
+  // several ranks have the same elements, one of them reads.
   //
   // Collective. Errors: what `source` returns, or kInvalidArgument naming the
-  // key and what is wrong with its shape or dtype; then nothing of that
-  // parameter has changed. With from_rank0: kAborted on the other ranks.
+  // key and what is wrong with its shape or dtype, before anything has changed;
+  // with from_rank0, before that parameter has. kAborted on ranks that had none
+  // themselves.
   absl::Status load_full_state_dict(const TensorSource& source,
                                     const LoadOptions& options = {});
 
@@ -274,8 +286,9 @@ class ShardedModule {
   // Buffers and ignored parameters, the same on every rank, in the dtype that a
   // state dict has.
   std::vector<std::pair<std::string, at::Tensor>> whole_tensors() const;
-  // Calls `fill` with every local shard, to write to its values, and loads the
-  // whole tensors from `whole`.
+  // Calls `fill` with every local shard whose turn it is, to write to its
+  // values, and loads the whole tensors from `whole`; one that it returns
+  // undefined stays as it is.
   //
   // Collective. Errors: the first one of `fill` or `whole`; kAborted on ranks
   // that had none themselves. The model may then be loaded in part.
@@ -319,7 +332,9 @@ class ShardedModule {
   std::optional<at::ScalarType> output_dtype() const;
 
  private:
+  class Loader;
   void choose_precision() const;
+  absl::Status load_from_rank0(const Loader& loader);
 
   std::shared_ptr<internal::ShardedState> state_;
   std::shared_ptr<internal::WholeTensors> whole_;

@@ -9,6 +9,7 @@
 #include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
+#include "fullshard/core/watchdog.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/sharding/sharded_state.h"
 #include "fullshard/sharding/whole_tensors.h"
@@ -36,20 +37,44 @@ LocalShard local_shard(const FlatParameter& flat, size_t index) {
   return shard;
 }
 
+// The ranks that hold the same elements. Of flat parameter number i, rank
+// i % size of them saves and loads.
+c10d::Backend& replicas(const internal::ShardedState& state) {
+  const bool replicated =
+      state.options().strategy == ShardingStrategy::kNoShard;
+  return *(replicated ? state.groups().world()
+                      : state.groups().replicate_group());
+}
+
+void broadcast_to_replicas(c10d::Backend& replicas, int root,
+                           const FlatParameter& flat) {
+  if (replicas.getSize() == 1) return;
+  at::Tensor values = flat.master_shard();
+  // An offloaded shard is where a backend may not reach it.
+  const at::Tensor sent =
+      flat.placement().offload
+          ? values.to(flat.placement().device, values.scalar_type(),
+                      /*non_blocking=*/false, /*copy=*/true)
+          : values;
+  std::vector<at::Tensor> bytes = {sent.view(at::kByte)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  CollectiveScope scope("broadcast of a load", &flat.name(), 0);
+  replicas.broadcast(bytes, options)->wait();
+  if (flat.placement().offload) values.copy_(sent);
+}
+
 }  // namespace
 
 std::vector<LocalShard> ShardedModule::local_shards() const {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
-  const bool replicated =
-      state_->options().strategy == ShardingStrategy::kNoShard;
-  const auto& replicas =
-      replicated ? groups().world() : groups().replicate_group();
+  c10d::Backend& group = replicas(*state_);
   std::vector<LocalShard> shards;
   int turn = 0;
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
-      const bool own_turn = turn++ % replicas->getSize() == replicas->getRank();
+      const bool own_turn = turn++ % group.getSize() == group.getRank();
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
         shards.push_back(local_shard(*flat, i));
         shards.back().own_turn = own_turn;
@@ -74,27 +99,30 @@ absl::Status ShardedModule::load_local_shards(
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
   absl::Status status;
+  c10d::Backend& group = replicas(*state_);
   try {
     state_->begin_update();
+    int turn = 0;
     for (const auto& unit : state_->units()) {
       for (const auto& flat : unit->flats) {
-        for (size_t i = 0; status.ok() && i < flat->parameters().size(); ++i) {
+        const int reader = turn++ % group.getSize();
+        const size_t num =
+            reader == group.getRank() ? flat->parameters().size() : 0;
+        for (size_t i = 0; status.ok() && i < num; ++i) {
           status = fill(local_shard(*flat, i));
         }
+        // Also after an error, which the others do not know of yet.
+        broadcast_to_replicas(group, reader, *flat);
         flat->note_update();
       }
     }
     for (const std::string& name : whole_->names()) {
       if (!status.ok()) break;
       absl::StatusOr<at::Tensor> value = whole(name);
-      status = value.ok() ? whole_->load(name, *value) : value.status();
+      status = value.status();
+      if (value.ok() && value->defined()) status = whole_->load(name, *value);
     }
-    const int64_t failed = max_over_ranks(groups(), status.ok() ? 0 : 1,
-                                          "all_reduce of a load's end");
-    if (status.ok() && failed != 0) {
-      status =
-          absl::AbortedError("load failed on another rank; see its message");
-    }
+    status = agree(groups(), status, "load");
   } catch (const c10::Error& error) {
     return absl::UnavailableError(
         absl::StrCat("load: ", error.what_without_backtrace()));

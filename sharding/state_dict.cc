@@ -8,6 +8,7 @@
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "fullshard/core/max_over_ranks.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
 #include "fullshard/sharding/fully_shard.h"
@@ -59,30 +60,49 @@ absl::Status check(const Expected& expected, const at::Tensor& got,
   return absl::OkStatus();
 }
 
+Expected expected(const LocalShard& shard) {
+  return {"parameter", shard.name, shard.sizes, shard.values.scalar_type()};
+}
+
+}  // namespace
+
 // Takes tensors from a source, on every rank or from rank 0 to the others.
-class Loader {
+class ShardedModule::Loader {
  public:
+  using Names = std::vector<std::string>;
+
   Loader(const ProcessGroups& groups, const TensorSource& source,
          const LoadOptions& options)
-      : groups_(groups),
-        source_(source),
-        options_(options),
-        broadcasts_(options.from_rank0 && groups.world_size() > 1) {}
+      : groups_(groups), source_(source), options_(options) {}
 
+  bool broadcasts() const {
+    return options_.from_rank0 && groups_.world_size() > 1;
+  }
   bool wants(const std::string& name) const {
     return !options_.names || options_.names(name);
   }
 
-  absl::StatusOr<at::Tensor> get(const Expected& expected) const {
-    if (!broadcasts_) return read(expected);
-    absl::StatusOr<at::Tensor> own(at::Tensor{});
-    if (groups_.rank() == 0) own = read(expected);
-    if (max_over_ranks(groups_, own.ok() ? 0 : 1, "all_reduce of a load") !=
-        0) {
-      if (!own.ok()) return own;
-      return absl::AbortedError(absl::StrCat(
-          "load of '", expected.name, "' failed on rank 0; see its message"));
+  // The tensor, under its name or, if there is none, under an alias.
+  absl::StatusOr<at::Tensor> read(const Expected& expected,
+                                  const Names& aliases = {}) const {
+    absl::StatusOr<at::Tensor> tensor = source_(expected.name);
+    for (const std::string& alias : aliases) {
+      if (!absl::IsNotFound(tensor.status())) break;
+      absl::StatusOr<at::Tensor> other = source_(alias);
+      if (other.ok()) tensor = std::move(other);
     }
+    FS_RETURN_IF_ERROR(tensor.status());
+    FS_RETURN_IF_ERROR(check(expected, *tensor, options_.cast_dtypes));
+    return tensor;
+  }
+
+  // The same, of rank 0. Collective.
+  absl::StatusOr<at::Tensor> receive(const Expected& expected,
+                                     const Names& aliases = {}) const {
+    absl::StatusOr<at::Tensor> own(at::Tensor{});
+    if (groups_.rank() == 0) own = read(expected, aliases);
+    FS_RETURN_IF_ERROR(agree(groups_, own.status(),
+                             absl::StrCat("load of '", expected.name, "'")));
     at::Tensor tensor =
         at::empty(expected.sizes,
                   at::TensorOptions(groups_.device()).dtype(expected.dtype));
@@ -97,19 +117,10 @@ class Loader {
   }
 
  private:
-  absl::StatusOr<at::Tensor> read(const Expected& expected) const {
-    FS_ASSIGN_OR_RETURN(at::Tensor tensor, source_(expected.name));
-    FS_RETURN_IF_ERROR(check(expected, tensor, options_.cast_dtypes));
-    return tensor;
-  }
-
   const ProcessGroups& groups_;
   const TensorSource& source_;
   const LoadOptions& options_;
-  const bool broadcasts_;
 };
-
-}  // namespace
 
 std::vector<std::string> ShardedModule::state_dict_names() const {
   std::vector<std::string> names;
@@ -145,12 +156,7 @@ absl::Status ShardedModule::full_state_dict(
       send(name, whole_->value(name));
     }
     if (receives && status.ok() && finish) status = finish();
-    const int64_t failed = max_over_ranks(groups(), status.ok() ? 0 : 1,
-                                          "all_reduce of the state dict's end");
-    if (status.ok() && failed != 0) {
-      status = absl::AbortedError(
-          "full_state_dict failed on another rank; see its message");
-    }
+    status = agree(groups(), status, "full_state_dict");
   } catch (const c10::Error& error) {
     return absl::UnavailableError(
         absl::StrCat("full_state_dict: ", error.what_without_backtrace()));
@@ -164,31 +170,66 @@ absl::Status ShardedModule::load_full_state_dict(const TensorSource& source,
   at::NoGradGuard no_grad;
   const Loader loader(groups(), source, options);
   try {
-    state_->begin_update();
-    for (const auto& unit : state_->units()) {
-      for (const auto& flat : unit->flats) {
-        for (size_t i = 0; i < flat->parameters().size(); ++i) {
-          const auto& original = flat->parameters()[i];
-          if (!loader.wants(original.name)) continue;
-          FS_ASSIGN_OR_RETURN(
-              const at::Tensor full,
-              loader.get({"parameter", original.name, original.tensor.sizes(),
-                          flat->state_dtype()}));
-          flat->load(i, full);
-        }
-      }
+    if (loader.broadcasts()) return load_from_rank0(loader);
+    absl::Status status;
+    for (const LocalShard& shard : local_shards()) {
+      if (!loader.wants(shard.name)) continue;
+      status.Update(loader.read(expected(shard), shard.aliases).status());
     }
-    for (const std::string& name : whole_->names()) {
+    for (const auto& [name, value] : whole_tensors()) {
       if (!loader.wants(name)) continue;
-      const at::Tensor value = whole_->value(name);
-      FS_ASSIGN_OR_RETURN(
-          const at::Tensor full,
-          loader.get({"tensor", name, value.sizes(), value.scalar_type()}));
-      FS_RETURN_IF_ERROR(whole_->load(name, full));
+      status.Update(
+          loader.read({"tensor", name, value.sizes(), value.scalar_type()})
+              .status());
     }
+    FS_RETURN_IF_ERROR(agree(groups(), status, "load_full_state_dict"));
+    return load_local_shards(
+        [&](const LocalShard& shard) -> absl::Status {
+          if (!loader.wants(shard.name) || shard.values.numel() == 0) {
+            return absl::OkStatus();
+          }
+          FS_ASSIGN_OR_RETURN(const at::Tensor full,
+                              loader.read(expected(shard), shard.aliases));
+          if (options.read) {
+            return options.read(full, shard.order, shard.begin, shard.values);
+          }
+          at::Tensor values = shard.values;
+          values.copy_(elements_in_order(full, shard.order)
+                           .narrow(0, shard.begin, values.numel()));
+          return absl::OkStatus();
+        },
+        [&](const std::string& name) -> absl::StatusOr<at::Tensor> {
+          return loader.wants(name) ? source(name) : at::Tensor();
+        });
   } catch (const c10::Error& error) {
     return absl::UnavailableError(
         absl::StrCat("load_full_state_dict: ", error.what_without_backtrace()));
+  }
+}
+
+absl::Status ShardedModule::load_from_rank0(const Loader& loader) {
+  state_->begin_update();
+  for (const auto& unit : state_->units()) {
+    for (const auto& flat : unit->flats) {
+      for (size_t i = 0; i < flat->parameters().size(); ++i) {
+        const auto& original = flat->parameters()[i];
+        if (!loader.wants(original.name)) continue;
+        FS_ASSIGN_OR_RETURN(
+            const at::Tensor full,
+            loader.receive({"parameter", original.name, original.tensor.sizes(),
+                            flat->state_dtype()},
+                           original.aliases));
+        flat->load(i, full);
+      }
+    }
+  }
+  for (const std::string& name : whole_->names()) {
+    if (!loader.wants(name)) continue;
+    const at::Tensor value = whole_->value(name);
+    FS_ASSIGN_OR_RETURN(
+        const at::Tensor full,
+        loader.receive({"tensor", name, value.sizes(), value.scalar_type()}));
+    FS_RETURN_IF_ERROR(whole_->load(name, full));
   }
   return absl::OkStatus();
 }

@@ -30,8 +30,9 @@ namespace {
 constexpr char kUsage[] =
     "convert [flags] INPUT OUTPUT\n\nINPUT is a .pt or .safetensors file, an "
     "index, or a folder that holds them. OUTPUT's name tells its format: .pt, "
-    ".pth and .bin are .pt files, .safetensors is one safetensors file, "
-    "anything else a new Hugging Face folder.";
+    ".pth and .bin are .pt files, .safetensors is one safetensors file, .dcp "
+    "and step-<n> are sharded checkpoints, anything else is a new Hugging Face "
+    "folder.";
 
 absl::StatusOr<ConvertOptions> options_from_flags() {
   ConvertOptions options;

@@ -1,6 +1,7 @@
 #include "fullshard/tools/convert_checkpoint.h"
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -8,8 +9,11 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/checkpoint_reader.h"
 #include "fullshard/io/full_state_dict.h"
@@ -17,6 +21,7 @@
 #include "fullshard/io/mapped_storage.h"
 #include "fullshard/io/pt_writer.h"
 #include "fullshard/io/safetensors.h"
+#include "fullshard/io/sharded_checkpoint_writer.h"
 #include "fullshard/io/utf8.h"
 
 namespace fullshard {
@@ -47,6 +52,7 @@ class Converter {
     };
     FS_RETURN_IF_ERROR(ends(".pt") || ends(".pth") || ends(".bin") ? write_pt()
                        : ends(".safetensors") ? write_safetensors()
+                       : is_sharded_name()    ? write_sharded()
                                               : write_folder());
     report_.num_tensors = items_.size();
     for (const Item& item : items_) {
@@ -247,6 +253,47 @@ class Converter {
                                   {metadata(), options_.file_system}));
     FS_RETURN_IF_ERROR(write_items(writer.get()));
     return writer->commit();
+  }
+
+  bool is_sharded_name() const {
+    const std::string name = std::filesystem::path(output_).filename();
+    absl::string_view step = name;
+    int64_t ignored = 0;
+    return absl::EndsWith(name, ".dcp") ||
+           (absl::ConsumePrefix(&step, "step-") &&
+            absl::SimpleAtoi(step, &ignored));
+  }
+
+  absl::Status write_sharded() {
+    report_.output_format = "sharded";
+    std::error_code error;
+    if (std::filesystem::exists(output_, error)) {
+      return absl::AlreadyExistsError(
+          absl::StrCat(output_, " exists, expected a new folder"));
+    }
+    std::vector<ShardToSave> shards;
+    std::map<std::string, size_t> place;  // name -> in `shards`
+    FS_RETURN_IF_ERROR(write_tied(
+        [&](const std::string& name, const at::Tensor& tensor) {
+          place[name] = shards.size();
+          ShardToSave& shard = shards.emplace_back();
+          shard.path = {"model", name};
+          shard.sizes = tensor.sizes().vec();
+          shard.order = memory_order(shard.sizes, tensor.strides().vec());
+          shard.values = elements_in_order(tensor, shard.order);
+          return absl::OkStatus();
+        },
+        [&](const std::string& name, const std::string& first) {
+          shards[place[first]].aliases.push_back({"model", name});
+          return absl::OkStatus();
+        }));
+    FileSystem& file_system = options_.file_system != nullptr
+                                  ? *options_.file_system
+                                  : FileSystem::posix();
+    FS_RETURN_IF_ERROR(ShardedCheckpointWriter::prepare(output_, file_system));
+    ShardedCheckpointWriter writer(output_, /*rank=*/0, /*world_size=*/1,
+                                   std::chrono::seconds(1), file_system);
+    return writer.write(shards, metadata());
   }
 
   absl::Status write_folder() {

@@ -38,16 +38,18 @@ struct ConvertReport {
 
 // Writes the tensors of any checkpoint that open_checkpoint reads in another
 // format, which the output's name tells: `.pt`, `.pth` and `.bin` are .pt
-// files, `.safetensors` one safetensors file, anything else a Hugging Face
-// folder. One tensor is in memory at a time, and only where it has to be
+// files, `.safetensors` one safetensors file, `.dcp` and `step-<n>` a sharded
+// checkpoint of {"model": {name: tensor}}, anything else a Hugging Face folder.
+// One tensor is in memory at a time, and only where it has to be
 // copied: files may be larger than memory.
 //
 // From a .pt file whose tensors lie in a dict "model" or "state_dict", these
 // are taken. With keys of Prismatic, a .pt file is written as Prismatic reads
 // it: {"model": {module: {key: tensor}}}. Numbers and strings of a .pt file
-// become metadata of safetensors; the other way they are left out, as is what
-// lies beside "model". Tied tensors stay tied in a .pt file. A folder converted
-// to a folder without renaming brings its other files (config.json, ...).
+// become metadata of safetensors and the state of a sharded checkpoint; the
+// other way they are left out, as is what lies beside "model". Tied tensors
+// stay tied but in safetensors. A folder converted to a folder without renaming
+// brings its other files (config.json, ...).
 //
 // The output appears whole or not at all; see the writers.
 // Errors: those of readers and writers; InvalidArgument if `to` is given but

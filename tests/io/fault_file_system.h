@@ -12,9 +12,8 @@
 
 namespace fullshard {
 
-// Counts create, write, sync, rename, symlink, create_directory and
-// sync_directory calls, and fails or kills the process at one of them. Cleaning
-// up always works.
+// Counts calls, but those that clean up, and fails or kills the process at one
+// of them.
 class FaultFileSystem : public FileSystem {
  public:
   enum class Fault { kError, kKill };
@@ -23,10 +22,14 @@ class FaultFileSystem : public FileSystem {
   Fault fault = Fault::kError;
   int error = ENOSPC;
   size_t largest_write = ~size_t{0};
+  size_t largest_read = ~size_t{0};
   int num_calls = 0;
 
   int create(const std::string& path) override {
     return fails() ? -error : FileSystem::create(path);
+  }
+  int open_to_write(const std::string& path) override {
+    return fails() ? -error : FileSystem::open_to_write(path);
   }
   ssize_t write(int fd, const void* data, size_t size) override {
     if (fails()) return -error;
@@ -44,6 +47,16 @@ class FaultFileSystem : public FileSystem {
   }
   int sync_directory(const std::string& path) override {
     return fails() ? -error : FileSystem::sync_directory(path);
+  }
+  int open_to_read(const std::string& path) override {
+    return fails() ? -error : FileSystem::open_to_read(path);
+  }
+  ssize_t read_at(int fd, void* data, size_t size, int64_t offset) override {
+    if (fails()) return -error;
+    return FileSystem::read_at(fd, data, std::min(size, largest_read), offset);
+  }
+  int map(int fd, size_t size, void** data) override {
+    return fails() ? -error : FileSystem::map(fd, size, data);
   }
 
  private:

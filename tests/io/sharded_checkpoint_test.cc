@@ -6,6 +6,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "fullshard/core/memory_order.h"
 #include "fullshard/io/sharded_checkpoint_reader.h"
 #include "fullshard/io/sharded_checkpoint_writer.h"
 #include "fullshard/tests/io/fault_file_system.h"

@@ -8,7 +8,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
+#include <cstring>
 #include <functional>
 #include <ostream>
 #include <string>
@@ -16,7 +18,9 @@
 #include "fullshard/io/checkpoint_reader.h"
 #include "fullshard/io/full_state_dict.h"
 #include "fullshard/io/pt_writer.h"
+#include "fullshard/io/read_elements.h"
 #include "fullshard/io/safetensors.h"
+#include "fullshard/io/sharded_checkpoint_writer.h"
 #include "fullshard/tests/io/fault_file_system.h"
 #include "fullshard/tests/io/temp_dir.h"
 #include "fullshard/tests/io/tensors.h"
@@ -84,6 +88,21 @@ absl::Status save_folder(const std::string& path, unsigned version,
                    version);
 }
 
+absl::Status save_sharded(const std::string& path, unsigned version,
+                          FileSystem& file_system) {
+  const absl::Status status =
+      ShardedCheckpointWriter::prepare(path, file_system);
+  if (!status.ok()) return status;
+  ShardToSave shard;
+  shard.path = {"a"};
+  shard.sizes = {kNumel};
+  shard.order = {0};
+  shard.values = tensor_of(version);
+  return ShardedCheckpointWriter(path, 0, 1, std::chrono::seconds(10),
+                                 file_system)
+      .write({shard}, {});
+}
+
 struct Writer {
   const char* name;
   std::function<absl::Status(const std::string&, unsigned, FileSystem&)> save;
@@ -130,7 +149,8 @@ TEST_P(WriterFaultsTest, EveryFailingCallIsNamedAndLosesNothing) {
       file_system.error = error;
       const absl::Status status = GetParam().save(path, 2, file_system);
       EXPECT_FALSE(status.ok()) << call;
-      EXPECT_NE(status.message().find(parent_directory(path)), std::string::npos)
+      EXPECT_NE(status.message().find(parent_directory(path)),
+                std::string::npos)
           << status;
       // Only syncing the folder comes after the rename.
       const bool is_last = call == counter.num_calls - 1;
@@ -242,6 +262,63 @@ TEST(ReaderFaultsTest, FilesCutShortUnderAReaderAreNamed) {
     EXPECT_NE(status.message().find("was cut short while it was read"),
               std::string::npos)
         << status;
+  }
+}
+
+// Reads through `file_system` for as long as it lives.
+class ReadThrough {
+ public:
+  explicit ReadThrough(FileSystem& file_system) {
+    FileSystem::set_for_readers(&file_system);
+  }
+  ~ReadThrough() { FileSystem::set_for_readers(nullptr); }
+};
+
+// Opens a checkpoint of whatever format and reads its first tensor.
+absl::StatusOr<at::Tensor> read_first(const std::string& path) {
+  auto reader = open_checkpoint(path);
+  if (!reader.ok()) return reader.status();
+  auto tensor = (*reader)->tensor(0);
+  if (!tensor.ok()) return tensor;
+  const at::Tensor out = at::empty({tensor->numel()}, tensor->options());
+  const absl::Status status = read_elements(*tensor, {0}, 0, out);
+  if (!status.ok()) return status;
+  return out;
+}
+
+TEST(ReaderFaultsTest, EveryFailingCallOfEveryReaderIsNamed) {
+  TempDir dir;
+  FileSystem& posix = FileSystem::posix();
+  ASSERT_TRUE(save_pt(dir.file("a.pt"), 1, posix).ok());
+  ASSERT_TRUE(save_safetensors(dir.file("a.safetensors"), 1, posix).ok());
+  ASSERT_TRUE(save_folder(dir.file("folder"), 1, posix).ok());
+  ASSERT_TRUE(save_sharded(dir.file("step-000001"), 1, posix).ok());
+  for (const char* name : {"a.pt", "a.safetensors", "folder", "step-000001"}) {
+    const std::string path = dir.file(name);
+    FaultFileSystem counter;
+    counter.largest_read = 100'001;  // Of 1.6 MB.
+    {
+      ReadThrough through(counter);
+      const auto tensor = read_first(path);
+      ASSERT_TRUE(tensor.ok()) << tensor.status();
+      EXPECT_TRUE(bit_equal(*tensor, tensor_of(1))) << name;
+    }
+    EXPECT_GT(counter.num_calls, 10) << name;
+    for (const int error : {EIO, EACCES, ENOMEM}) {
+      for (int call = 0; call < counter.num_calls; ++call) {
+        FaultFileSystem file_system;
+        file_system.largest_read = counter.largest_read;
+        file_system.fail_at = call;
+        file_system.error = error;
+        ReadThrough through(file_system);
+        const absl::Status status = read_first(path).status();
+        EXPECT_NE(status.message().find(path), std::string::npos)
+            << call << status;
+        EXPECT_NE(status.message().find(std::strerror(error)),
+                  std::string::npos)
+            << call << status;
+      }
+    }
   }
 }
 

@@ -21,6 +21,9 @@ class StringSink : public ByteSink {
     bytes.append(static_cast<const char*>(data), size);
     return absl::OkStatus();
   }
+  absl::Status seek(int64_t) override {
+    return absl::UnimplementedError("no seek");
+  }
   absl::Status close() override { return absl::OkStatus(); }
 
   std::string bytes;
@@ -135,6 +138,9 @@ class SparseSink : public ByteSink {
         is_hole ? ::lseek(fd_, static_cast<off_t>(size), SEEK_CUR) >= 0
                 : ::write(fd_, data, size) == static_cast<ssize_t>(size);
     return ok ? absl::OkStatus() : absl::InternalError("sparse write");
+  }
+  absl::Status seek(int64_t) override {
+    return absl::UnimplementedError("no seek");
   }
   absl::Status close() override { return absl::OkStatus(); }
 

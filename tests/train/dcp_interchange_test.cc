@@ -31,7 +31,8 @@ struct Model : torch::nn::Module {
         register_parameter("turned", at::randn({3, 5, 7}).permute({2, 0, 1}));
     wave = register_parameter("wave", at::randn({7}, at::kComplexFloat));
     scale = register_parameter("scale", at::randn({}));
-    half = register_parameter("half", at::randn({5}).to(at::kBFloat16), false);
+    coarse =
+        register_parameter("coarse", at::randn({5}).to(at::kBFloat16), false);
     tied = register_module("tied", std::make_shared<Tied>(layers[1]->weight));
     seen = register_buffer("seen", at::full({1}, 7, at::kLong));
   }
@@ -47,7 +48,7 @@ struct Model : torch::nn::Module {
   }
   std::vector<torch::nn::Linear> layers;
   std::shared_ptr<Tied> tied;
-  at::Tensor turned, wave, scale, half, seen;
+  at::Tensor turned, wave, scale, coarse, seen;
 };
 
 // argv: checkpoint, expected .pt file.
@@ -55,6 +56,9 @@ constexpr char kScript[] = R"(
 import pickle, sys, torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict,
+    set_optimizer_state_dict)
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -78,6 +82,40 @@ for n, s in expected["optim"].items():
     for k, v in s.items():
         same(mine["optim"]["state"][n][k], v, n + "/" + k)
 
+# Into a model and an optimizer of Python's, as its own checkpoints.
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for i in range(3):
+            self.add_module(f"layer{i}", torch.nn.Linear(7, 7))
+        for name in ["turned", "wave", "scale", "coarse"]:
+            self.register_parameter(name, torch.nn.Parameter(
+                torch.zeros_like(expected["model"][name]),
+                requires_grad=name != "coarse"))
+        self.tied = torch.nn.Module()
+        self.tied.weight = self.layer1.weight
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+
+model = Model()
+trained = [p for p in model.parameters() if p.requires_grad]
+optimizer = torch.optim.AdamW([
+    {"params": [p for p in trained if p.dim() > 1]},
+    {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}])
+target = {"model": get_model_state_dict(model),
+          "optim": get_optimizer_state_dict(model, optimizer)}
+dcp.load(target, checkpoint_id=folder)
+set_model_state_dict(model, target["model"])
+set_optimizer_state_dict(model, optimizer, target["optim"])
+for k, v in expected["model"].items():
+    same(model.state_dict()[k], v, k)
+for name, p in model.named_parameters():
+    if name in expected["optim"]:
+        for k, v in expected["optim"][name].items():
+            same(optimizer.state[p][k], v, name + "/" + k)
+assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.1]
+assert [g["weight_decay"] for g in optimizer.param_groups] == [0.01, 0.0]
+assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
 # As a whole, without knowing what is inside.
 dcp_to_torch_save(folder, out)
 whole = torch.load(out, weights_only=True)
@@ -86,6 +124,8 @@ assert set(whole["model"]) == set(expected["model"]), whole["model"].keys()
 for k, v in expected["model"].items():
     same(whole["model"][k], v, k)
 assert set(whole["optim"]["state"]) == set(expected["optim"])
+assert whole["optim"]["param_groups"][1]["weight_decay"] == 0
+assert "layer0.weight" in whole["optim"]["param_groups"][0]["params"]
 print("python agrees on", len(expected["model"]), "tensors")
 )";
 
