@@ -28,7 +28,7 @@ namespace {
 
 constexpr int64_t kNotWritten = -1;
 // Stays in the cache between its checksum and its write.
-constexpr int64_t kPieceBytes = FileSink::kBufferBytes;
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 void broadcast_from_rank_0(const ProcessGroups& groups, at::Tensor tensor) {
   if (groups.world_size() == 1 || tensor.numel() == 0) return;

@@ -50,6 +50,18 @@ ssize_t FileSystem::write(int fd, const void* data, size_t size) {
   return or_errno(::write(fd, data, size));
 }
 
+int FileSystem::set_direct(int fd, bool value) {
+#ifdef O_DIRECT
+  const int flags = or_errno(::fcntl(fd, F_GETFL));
+  if (flags < 0) return flags;
+  return or_errno(
+      ::fcntl(fd, F_SETFL, value ? flags | O_DIRECT : flags & ~O_DIRECT));
+#else
+  (void)fd;
+  return value ? -EINVAL : 0;
+#endif
+}
+
 int FileSystem::sync(int fd) { return or_errno(::fsync(fd)); }
 
 int FileSystem::rename(const std::string& from, const std::string& to) {

@@ -3,8 +3,14 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
 #include <string>
+#include <utility>
 
 #include "fullshard/io/byte_sink.h"
 #include "fullshard/io/crc32.h"
@@ -62,6 +68,78 @@ TEST(FileSinkTest, KeepsOrderAcrossSmallAndLargePieces) {
   EXPECT_TRUE(read_file(path) == bytes);
   EXPECT_EQ(sink.append("x", 1).code(), absl::StatusCode::kFailedPrecondition);
 }
+
+// Notes how every byte was written.
+class DirectFileSystem : public FileSystem {
+ public:
+  enum class Support { kYes, kRefusesFlag, kRefusesWrite };
+  explicit DirectFileSystem(Support support) : support_(support) {}
+
+  int set_direct(int fd, bool value) override {
+    if (value && support_ == Support::kRefusesFlag) return -EINVAL;
+    const int result = FileSystem::set_direct(fd, value);
+    is_direct_ = value && result >= 0;
+    return result;
+  }
+  ssize_t write(int fd, const void* data, size_t size) override {
+    if (!is_direct_) return FileSystem::write(fd, data, size);
+    if (support_ == Support::kRefusesWrite) return -EINVAL;
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 4096, 0u);
+    EXPECT_EQ(size % 4096, 0u);
+    EXPECT_EQ(::lseek(fd, 0, SEEK_CUR) % 4096, 0);
+    const ssize_t count = FileSystem::write(fd, data, size);
+    if (count > 0) num_direct_bytes += count;
+    return count;
+  }
+  int64_t num_direct_bytes = 0;
+
+ private:
+  const Support support_;
+  bool is_direct_ = false;
+};
+
+class DirectWriteTest
+    : public testing::TestWithParam<DirectFileSystem::Support> {};
+
+// Ranges that begin and end anywhere, and a hole, as ranks write one file.
+TEST_P(DirectWriteTest, PiecesAnywhereInAFile) {
+  TempDir dir;
+  DirectFileSystem file_system(GetParam());
+  const std::string path = dir.file("a");
+  FileSink sink(file_system.create(path), path, file_system);
+  const std::string bytes = pattern(21'000'004);
+  std::string expected(bytes.size(), '\0');
+  const std::pair<size_t, size_t> ranges[] = {{12'000'001, 9'000'003},
+                                              {5, 70'000},
+                                              {70'005, 1},
+                                              {100'000, 6'000'000},
+                                              {11'000'000, 65'536}};
+  for (const auto& [begin, size] : ranges) {
+    ASSERT_TRUE(sink.seek(static_cast<int64_t>(begin)).ok());
+    for (size_t at = 0; at < size; at += 999'999) {
+      const size_t piece = std::min(size - at, size_t{999'999});
+      ASSERT_TRUE(sink.append(bytes.data() + begin + at, piece).ok());
+    }
+    expected.replace(begin, size, bytes, begin, size);
+  }
+  ASSERT_TRUE(sink.close().ok());
+  const std::string found = read_file(path);
+  ASSERT_EQ(found.size(), expected.size());
+  EXPECT_TRUE(found == expected);
+  if (GetParam() != DirectFileSystem::Support::kYes) {
+    EXPECT_EQ(file_system.num_direct_bytes, 0);
+  } else if (file_system.num_direct_bytes == 0) {
+    std::printf("the disk of the tests takes no direct writes\n");
+  } else {
+    EXPECT_GT(file_system.num_direct_bytes, 10'000'000);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, DirectWriteTest,
+    testing::Values(DirectFileSystem::Support::kYes,
+                    DirectFileSystem::Support::kRefusesFlag,
+                    DirectFileSystem::Support::kRefusesWrite));
 
 TEST(AtomicFileTest, CommitReplacesTheOldFile) {
   TempDir dir;

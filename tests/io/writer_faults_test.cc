@@ -28,7 +28,7 @@
 namespace fullshard {
 namespace {
 
-constexpr int64_t kNumel = 400'000;  // more than a sink's buffer
+constexpr int64_t kNumel = 1'200'000;  // more than a sink's buffer
 
 at::Tensor tensor_of(unsigned version) {
   return make_tensor(c10::ScalarType::Float, {kNumel}, version);

@@ -133,7 +133,7 @@ class SparseSink : public ByteSink {
  public:
   explicit SparseSink(int fd) : fd_(fd) {}
   absl::Status append(const void* data, size_t size) override {
-    const bool is_hole = size >= FileSink::kBufferBytes;
+    const bool is_hole = size >= ZipWriter::kPieceBytes;
     const bool ok =
         is_hole ? ::lseek(fd_, static_cast<off_t>(size), SEEK_CUR) >= 0
                 : ::write(fd_, data, size) == static_cast<ssize_t>(size);
