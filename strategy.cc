@@ -79,6 +79,7 @@ absl::StatusOr<TrainingSummary> Strategy::run_training(
   if (!run_dir_.empty()) {
     TrainingCheckpointsOptions options;
     options.keep_last = config_.keep_last;
+    options.copy_in_background = true;  // All that changes weights is ours.
     checkpoints_ = std::make_unique<TrainingCheckpoints>(
         run_dir_ + "/checkpoints", *sharded_, optimizer_.get(), options);
   }

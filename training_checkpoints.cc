@@ -22,6 +22,7 @@
 #include "fullshard/core/status.h"
 #include "fullshard/io/atomic_file.h"
 #include "fullshard/io/sharded_checkpoint_reader.h"
+#include "fullshard/sharding/sharded_state.h"
 #include "fullshard/training_checkpoint_loader.h"
 #include "fullshard/training_param_groups.h"
 
@@ -102,12 +103,15 @@ TrainingCheckpoints::TrainingCheckpoints(
       optimizer_(optimizer),
       options_(options),
       file_system_(options.file_system != nullptr ? *options.file_system
-                                                  : FileSystem::posix()) {}
+                                                  : FileSystem::posix()) {
+  model_.state()->add_observer(this);
+}
 
 TrainingCheckpoints::~TrainingCheckpoints() {
   if (const absl::Status status = wait(); !status.ok()) {
     log_error(absl::StrCat("a checkpoint was not saved: ", status.message()));
   }
+  model_.state()->remove_observer(this);
 }
 
 absl::StatusOr<std::string> TrainingCheckpoints::save(int64_t step,
@@ -118,6 +122,10 @@ absl::StatusOr<std::string> TrainingCheckpoints::save(int64_t step,
 absl::StatusOr<std::string> TrainingCheckpoints::save_async(
     int64_t step, const State& state) {
   return start(step, state, /*async=*/true);
+}
+
+void TrainingCheckpoints::wait_for_copy() {
+  if (copied_.valid()) copied_.wait();
 }
 
 absl::Status TrainingCheckpoints::wait() {
@@ -142,30 +150,21 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
                   ? ShardedCheckpointWriter::prepare(folder, file_system_)
                   : absl::OkStatus(),
               folder));
-    std::vector<ShardToSave> shards = collect();
+    std::vector<ShardToSave> shards = collect(async);
     std::vector<ObjectToSave> objects;
     if (optimizer_ != nullptr && groups.rank() == 0) {
       objects =
           internal::param_groups_to_save(*optimizer_, options_.optimizer_key);
     }
     if (!async) {
-      const absl::Status status = write(folder, step, shards, state, objects);
+      const absl::Status status =
+          write(folder, step, absl::OkStatus(), shards, state, objects);
       // Until then rank 0 replaces the link and removes old ones.
       max_over_ranks(groups, 0, "all_reduce after a save");
       FS_RETURN_IF_ERROR(status);
       return folder;
     }
-    copy_to_buffer(shards);
-    thread_ =
-        std::thread([this, folder, step, state, shards = std::move(shards),
-                     objects = std::move(objects)] {
-          try {
-            result_ = write(folder, step, shards, state, objects);
-          } catch (const std::exception& error) {
-            result_ = absl::InternalError(
-                absl::StrCat("save of ", folder, ": ", error.what()));
-          }
-        });
+    start_thread(folder, step, state, std::move(shards), std::move(objects));
     return folder;
   } catch (const c10::Error& error) {
     return absl::UnavailableError(
@@ -173,7 +172,30 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
   }
 }
 
-std::vector<ShardToSave> TrainingCheckpoints::collect() const {
+void TrainingCheckpoints::start_thread(const std::string& folder, int64_t step,
+                                       const State& state,
+                                       std::vector<ShardToSave> shards,
+                                       std::vector<ObjectToSave> objects) {
+  std::vector<Copy> copies = move_to_buffer(shards);
+  std::promise<void> copied;
+  copied_ = copied.get_future();
+  thread_ = std::thread([this, folder, step, state, copies = std::move(copies),
+                         copied = std::move(copied), shards = std::move(shards),
+                         objects = std::move(objects)]() mutable {
+    try {
+      const absl::Status status = run(copies);
+      copies.clear();
+      copied.set_value();
+      result_ = write(folder, step, status, shards, state, objects);
+    } catch (const std::exception& error) {
+      result_ = absl::InternalError(
+          absl::StrCat("save of ", folder, ": ", error.what()));
+    }
+  });
+  if (!options_.copy_in_background) wait_for_copy();
+}
+
+std::vector<ShardToSave> TrainingCheckpoints::collect(bool async) const {
   const ProcessGroups& groups = model_.groups();
   const internal::TrainingPaths paths(options_);
   std::vector<ShardToSave> shards;
@@ -206,7 +228,9 @@ std::vector<ShardToSave> TrainingCheckpoints::collect() const {
   }
   if (groups.rank() == 0) {
     for (const auto& [name, tensor] : model_.whole_tensors()) {
-      shards.push_back(whole(paths.model(name), tensor));
+      // Forward writes to buffers.
+      shards.push_back(
+          whole(paths.model(name), async ? tensor.clone() : tensor));
     }
   }
   for (const c10::Device device : random_devices(groups.device())) {
@@ -216,7 +240,8 @@ std::vector<ShardToSave> TrainingCheckpoints::collect() const {
   return shards;
 }
 
-void TrainingCheckpoints::copy_to_buffer(std::vector<ShardToSave>& shards) {
+std::vector<TrainingCheckpoints::Copy> TrainingCheckpoints::move_to_buffer(
+    std::vector<ShardToSave>& shards) {
   constexpr int64_t kAlignment = 64;
   const auto padded = [](const at::Tensor& values) {
     return (static_cast<int64_t>(values.nbytes()) + kAlignment - 1) /
@@ -229,19 +254,36 @@ void TrainingCheckpoints::copy_to_buffer(std::vector<ShardToSave>& shards) {
     buffer_ = at::empty({num_bytes}, at::kByte);
   }
   int64_t at = 0;
+  std::vector<Copy> copies;
   for (ShardToSave& shard : shards) {
-    const at::Tensor copy =
-        buffer_.narrow(0, at, static_cast<int64_t>(shard.values.nbytes()))
-            .view(shard.values.scalar_type());
-    std::memcpy(copy.mutable_data_ptr(), shard.values.const_data_ptr(),
-                shard.values.nbytes());
+    const int64_t size = static_cast<int64_t>(shard.values.nbytes());
+    const at::Tensor to =
+        buffer_.narrow(0, at, size).view(shard.values.scalar_type());
     at += padded(shard.values);
-    shard.values = copy;
+    const uint32_t version = shard.values._version();
+    copies.push_back(
+        {flat_name(shard.path), std::exchange(shard.values, to), to, version});
   }
+  return copies;
+}
+
+absl::Status TrainingCheckpoints::run(const std::vector<Copy>& copies) {
+  for (const Copy& copy : copies) {
+    std::memcpy(copy.to.mutable_data_ptr(), copy.from.const_data_ptr(),
+                copy.from.nbytes());
+  }
+  for (const Copy& copy : copies) {
+    if (copy.from._version() == copy.version) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("'", copy.name,
+                     "' was changed while save_async() copied it: call "
+                     "wait_for_copy() before, or unset copy_in_background"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status TrainingCheckpoints::write(
-    const std::string& folder, int64_t step,
+    const std::string& folder, int64_t step, const absl::Status& copied,
     const std::vector<ShardToSave>& shards, const State& state,
     const std::vector<ObjectToSave>& objects) const {
   const ProcessGroups& groups = model_.groups();
@@ -249,7 +291,8 @@ absl::Status TrainingCheckpoints::write(
   full[kStep] = absl::StrCat(step);
   ShardedCheckpointWriter writer(folder, groups.rank(), groups.world_size(),
                                  options_.timeout, file_system_);
-  FS_RETURN_IF_ERROR(writer.write(shards, full, objects));
+  FS_RETURN_IF_ERROR(copied.ok() ? writer.write(shards, full, objects)
+                                 : writer.give_up(copied));
   if (groups.rank() != 0) return absl::OkStatus();
   const absl::Status linked = replace_symlink(
       step_folder_name(step), absl::StrCat(folder_, "/latest"), file_system_);

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@
 #include "fullshard/io/sharded_checkpoint_writer.h"
 #include "fullshard/optim/sharded_optimizer.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/sharding/sharded_state_observer.h"
 
 namespace fullshard {
 
@@ -29,6 +31,12 @@ struct TrainingCheckpointsOptions {
   std::string optimizer_key = "optim";
   // Convert tensors of another dtype on load, in place of refusing them.
   bool cast_dtypes = false;
+  // save_async() returns before its copy is made: training goes on beside it,
+  // and what changes parameters or optimizer state waits: step(),
+  // ShardedModule::reshard(), set_trainable() and every load. Code that changes
+  // them by other means, as torch::optim does, calls wait_for_copy() first;
+  // where that can be seen to be missing, the save fails.
+  bool copy_in_background = false;
   // How long the ranks wait for each other's files.
   std::chrono::milliseconds timeout{600000};
   FileSystem* file_system = nullptr;  // null: FileSystem::posix()
@@ -48,7 +56,7 @@ struct TrainingCheckpointsOptions {
 //   checkpoints.save_async(step, {{"epoch", "3"}});
 //   ...
 //   auto state = checkpoints.load(find_latest_checkpoint(folder).path);
-class TrainingCheckpoints {
+class TrainingCheckpoints : private internal::ShardedStateObserver {
  public:
   using State = std::map<std::string, std::string>;
 
@@ -57,7 +65,7 @@ class TrainingCheckpoints {
                       ShardedOptimizer* optimizer,
                       const TrainingCheckpointsOptions& options = {});
   // Waits for a save that is under way; an error is logged.
-  ~TrainingCheckpoints();
+  ~TrainingCheckpoints() override;
   TrainingCheckpoints(const TrainingCheckpoints&) = delete;
   TrainingCheckpoints& operator=(const TrainingCheckpoints&) = delete;
 
@@ -67,10 +75,12 @@ class TrainingCheckpoints {
   // Collective. Errors: those of the files, on every rank, and that of a save
   // that was under way; what was there before stays.
   absl::StatusOr<std::string> save(int64_t step, const State& state);
-  // Returns when the model may be changed; a thread writes a copy of this
-  // rank's shards, whose memory is kept for the next time. Waits for the save
-  // before, and returns its error, first.
+  // Returns when the model may be changed, or earlier (copy_in_background); a
+  // thread writes a copy of this rank's shards, whose memory is kept for the
+  // next time. Waits for the save before, and returns its error, first.
   absl::StatusOr<std::string> save_async(int64_t step, const State& state);
+  // Returns when the copy that the last save_async() makes is complete.
+  void wait_for_copy();
   // Returns how the save that was under way ended; OK if there was none.
   absl::Status wait();
 
@@ -86,10 +96,23 @@ class TrainingCheckpoints {
  private:
   absl::StatusOr<std::string> start(int64_t step, const State& state,
                                     bool async);
-  std::vector<ShardToSave> collect() const;
-  void copy_to_buffer(std::vector<ShardToSave>& shards);
+  // A shard's values, where they go, and which version of them.
+  struct Copy {
+    std::string name;
+    at::Tensor from, to;
+    uint32_t version = 0;
+  };
+
+  void before_update() override { wait_for_copy(); }
+  void start_thread(const std::string& folder, int64_t step, const State& state,
+                    std::vector<ShardToSave> shards,
+                    std::vector<ObjectToSave> objects);
+  std::vector<ShardToSave> collect(bool async) const;
+  std::vector<Copy> move_to_buffer(std::vector<ShardToSave>& shards);
+  static absl::Status run(const std::vector<Copy>& copies);
   void remove_old(int64_t step) const;
   absl::Status write(const std::string& folder, int64_t step,
+                     const absl::Status& copied,
                      const std::vector<ShardToSave>& shards, const State& state,
                      const std::vector<ObjectToSave>& objects) const;
 
@@ -99,6 +122,7 @@ class TrainingCheckpoints {
   const TrainingCheckpointsOptions options_;
   FileSystem& file_system_;
   at::Tensor buffer_;  // Bytes.
+  std::future<void> copied_;
   std::thread thread_;
   absl::Status result_;  // Of the thread, once it is joined.
 };

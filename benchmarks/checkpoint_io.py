@@ -3,8 +3,8 @@
     python3 benchmarks/checkpoint_io.py [--mib 1024] [--out FILE]
 
 Prints the median speed of each and of plain system calls in the same folder,
-the stall of an asynchronous save per GiB of a rank's state, and the memory that
-rank 0 took meanwhile. Needs a Python with torch 2.11 and safetensors, as
+what an asynchronous save costs training per GiB of a rank's state (until it goes
+on, and with the steps beside it), and the memory that rank 0 took meanwhile. Needs a Python with torch 2.11 and safetensors, as
 step_vs_pytorch.py does, and about 20 times --mib of disk.
 """
 import argparse
@@ -87,10 +87,14 @@ def compare(row, world, mib, repeats, log):
     gib = runs["fullshard"][0]["bytes"] / 2**30
     title = ours + (" cold" if cold else " warm" if "load" in ours else "")
     if ours == "save_async":
-        per_gib = {name: 1000 * median(runs[name]) / (gib / world)
-                   for name in ["fullshard"] + peers}
-        print(f"{title}: stall in ms per GiB of a rank's state: " +
-              ", ".join(f"{n} {v:.0f}" for n, v in per_gib.items()), flush=True)
+        for key, what in [("seconds", "until training goes on"),
+                          ("delay_seconds", "longer in all, with the steps "
+                           "beside it")]:
+            per_gib = {name: 1000 * median(runs[name], key) / (gib / world)
+                       for name in ["fullshard"] + peers}
+            print(f"{title}: ms per GiB of a rank's state {what}: " +
+                  ", ".join(f"{n} {v:.0f}" for n, v in per_gib.items()),
+                  flush=True)
         return
     speed = {name: 1.073741824 * gib / median(runs[name])
              for name in ["fullshard"] + peers}

@@ -3,8 +3,9 @@
 //
 //   checkpoint_io_benchmark --op=save_full --world=2 --mib=1024 --folder=DIR
 //
-// save_full, save_safetensors, save_sharded, save_async (its stall; the
-// optimizer's state too); load_full, load_safetensors, load_sharded, with
+// save_full, save_safetensors, save_sharded, save_async (seconds until training
+// goes on, and how much longer some steps take while it is under way);
+// load_full, load_safetensors, load_sharded, with
 // --cold after the file left the page cache; disk_write and disk_read, what the
 // disk gives to plain system calls. Everything written is synced.
 
@@ -152,14 +153,16 @@ class Job {
       : settings_(settings), groups_(std::move(groups)), model_(make_model()) {
     if (!is("sharded") && !is("async")) return;
     optimizer_ = std::make_unique<ShardedAdamW>(model_, AdamWOptions());
-    model_(at::ones({1, kWidth})).backward();
-    optimizer_->step();
-    optimizer_->zero_grad(/*set_to_none=*/true);
+    train(1);
+    if (!is("async")) optimizer_->zero_grad(/*set_to_none=*/true);
   }
 
   void run() {
-    if (is("load")) save();   // What will be loaded.
-    if (is("async")) once();  // The buffer's pages are there from now on.
+    if (is("load")) save();  // What will be loaded.
+    if (is("async")) {       // The buffer's pages are there from now on.
+      save();
+      check(checkpoints_->wait());
+    }
     nlohmann::json out = {{"op", settings_.op},
                           {"world", settings_.world},
                           {"cold", settings_.cold},
@@ -169,7 +172,11 @@ class Job {
       groups_.world()->barrier()->wait();
       std::ofstream("/proc/self/clear_refs") << "5";
       const double resident = memory_mib("VmRSS");
-      out["seconds"].push_back(once());
+      if (is("async")) {
+        measure_async(out);
+      } else {
+        out["seconds"].push_back(once());
+      }
       out["extra_mib"].push_back(memory_mib("VmHWM") - resident);
     }
     if (groups_.rank() == 0) std::printf("%s\n", out.dump().c_str());
@@ -195,8 +202,41 @@ class Job {
     return optimizer_ == nullptr ? parameters : 3 * parameters;
   }
 
+  // Seconds of some steps of all ranks.
+  double train(int steps) {
+    const double start = seconds_now();
+    for (int i = 0; i < steps; ++i) {
+      model_(at::ones({16, kWidth})).backward();
+      optimizer_->step();
+      optimizer_->zero_grad();
+    }
+    groups_.world()->barrier()->wait();
+    return seconds_now() - start;
+  }
+
+  void measure_async(nlohmann::json& out) {
+    constexpr int kSteps = 4;
+    const double alone = train(kSteps);
+    const double start = seconds_now();
+    save();
+    groups_.world()->barrier()->wait();
+    out["seconds"].push_back(seconds_now() - start);
+    train(kSteps);
+    out["delay_seconds"].push_back(seconds_now() - start - alone);
+    check(checkpoints_->wait());
+    groups_.world()->barrier()->wait();
+  }
+
   void save() {
-    if (is("sharded")) {
+    if (is("async")) {
+      if (checkpoints_ == nullptr) {
+        TrainingCheckpointsOptions options;
+        options.copy_in_background = true;
+        checkpoints_ = std::make_unique<TrainingCheckpoints>(
+            settings_.folder, model_, optimizer_.get(), options);
+      }
+      check(checkpoints_->save_async(1, {}).status());
+    } else if (is("sharded")) {
       TrainingCheckpoints checkpoints(settings_.folder, model_,
                                       optimizer_.get());
       check(checkpoints.save(1, {}).status());
@@ -223,26 +263,16 @@ class Job {
     }
   }
 
-  // Seconds until every rank is done; of an asynchronous save, until training
-  // may go on.
+  // Seconds until every rank is done.
   double once() {
     const double start = seconds_now();
-    if (is("async")) {
-      if (checkpoints_ == nullptr) {
-        checkpoints_ = std::make_unique<TrainingCheckpoints>(
-            settings_.folder, model_, optimizer_.get());
-      }
-      check(checkpoints_->save_async(1, {}).status());
-    } else if (is("load")) {
+    if (is("load")) {
       load();
     } else {
       save();
     }
     groups_.world()->barrier()->wait();
-    const double seconds = seconds_now() - start;
-    if (is("async")) check(checkpoints_->wait());
-    groups_.world()->barrier()->wait();
-    return seconds;
+    return seconds_now() - start;
   }
 
   const Settings settings_;

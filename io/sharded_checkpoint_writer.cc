@@ -192,7 +192,16 @@ absl::Status ShardedCheckpointWriter::write(
     const std::vector<ShardToSave>& shards,
     const std::map<std::string, std::string>& state,
     const std::vector<ObjectToSave>& objects) {
-  absl::Status status = write_own(shards, objects);
+  return meet(write_own(shards, objects), state);
+}
+
+absl::Status ShardedCheckpointWriter::give_up(const absl::Status& error) {
+  return meet(error, {});
+}
+
+// Ends write() of all ranks; `status`: how this rank's own part went.
+absl::Status ShardedCheckpointWriter::meet(
+    absl::Status status, const std::map<std::string, std::string>& state) {
   if (!status.ok()) leave_error(status);
   // Rank 0 waits for all: it also has to tell them how it ended.
   if (rank_ != 0) return status.ok() ? wait_for_rank_0() : status;

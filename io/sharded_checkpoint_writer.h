@@ -70,10 +70,15 @@ class ShardedCheckpointWriter {
   absl::Status write(const std::vector<ShardToSave>& shards,
                      const std::map<std::string, std::string>& state,
                      const std::vector<ObjectToSave>& objects = {});
+  // In place of write(), where this rank has nothing that may be saved: the
+  // others' write() returns its error. Returns it too.
+  absl::Status give_up(const absl::Status& error);
 
  private:
   absl::Status write_own(const std::vector<ShardToSave>& shards,
                          const std::vector<ObjectToSave>& objects);
+  absl::Status meet(absl::Status status,
+                    const std::map<std::string, std::string>& state);
   absl::Status finish(const std::map<std::string, std::string>& state);
   absl::StatusOr<ShardedManifest> collect() const;
   absl::Status wait_for_rank_0() const;

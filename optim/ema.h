@@ -10,7 +10,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "fullshard/sharding/fully_shard.h"
-#include "fullshard/sharding/layout_observer.h"
+#include "fullshard/sharding/sharded_state_observer.h"
 
 namespace fullshard::internal {
 class FlatParameter;
@@ -30,7 +30,7 @@ namespace fullshard {
 //
 // Follows ShardedModule::set_trainable: the average of a parameter that becomes
 // trainable starts with its value then.
-class ShardedEma final : private internal::LayoutObserver {
+class ShardedEma final : private internal::ShardedStateObserver {
  public:
   // Errors: c10::Error for a half-life that is not above 0.
   ShardedEma(const ShardedModule& sharded, double half_life_steps);

@@ -322,6 +322,7 @@ void ShardedOptimizer::set_step_in_backward(bool value) {
 void ShardedOptimizer::update_unit(const internal::Unit& unit) {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
+  state_->notify_before_update();
   Batches batches;
   for (FlatState& flat_state : flats_) {
     FlatParameter& flat = *flat_state.flat;
@@ -452,6 +453,7 @@ absl::Status ShardedOptimizer::load_local_state(
     const absl::Status fits = check_fits(own, *found->second);
     if (!fits.ok()) return fits;
   }
+  state_->notify_before_update();
   for (FlatState& flat_state : flats_) {
     std::vector<int64_t> steps;
     for (size_t i = 0; i < flat_state.flat->parameters().size(); ++i) {

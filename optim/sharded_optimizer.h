@@ -15,7 +15,7 @@
 #include "absl/status/status.h"
 #include "fullshard/optim/param_groups.h"
 #include "fullshard/sharding/fully_shard.h"
-#include "fullshard/sharding/layout_observer.h"
+#include "fullshard/sharding/sharded_state_observer.h"
 
 namespace fullshard::internal {
 class FlatParameter;
@@ -65,7 +65,7 @@ struct LocalOptimizerState {
 //
 // Follows ShardedModule::set_trainable: a parameter that becomes trainable
 // joins the first group that it matches, at step 0.
-class ShardedOptimizer : private internal::LayoutObserver {
+class ShardedOptimizer : private internal::ShardedStateObserver {
  public:
   ~ShardedOptimizer() override;
   ShardedOptimizer(const ShardedOptimizer&) = delete;

@@ -48,11 +48,11 @@ absl::StatusOr<bool> unit_changes(const Unit& unit, const Which& which,
 
 }  // namespace
 
-void ShardedState::add_observer(LayoutObserver* observer) {
+void ShardedState::add_observer(ShardedStateObserver* observer) {
   observers_.push_back(observer);
 }
 
-void ShardedState::remove_observer(LayoutObserver* observer) {
+void ShardedState::remove_observer(ShardedStateObserver* observer) {
   observers_.erase(std::remove(observers_.begin(), observers_.end(), observer),
                    observers_.end());
 }
@@ -71,7 +71,7 @@ absl::Status ShardedState::set_trainable(const Which& which, bool value) {
   if (full_precision) set_full_precision(false);
   begin_update();
   for (Unit* unit : touched) {
-    for (LayoutObserver* observer : observers_) {
+    for (ShardedStateObserver* observer : observers_) {
       observer->before_layout_change(*unit);
     }
     regroup_parameters(*unit, *shard_group_,
@@ -81,7 +81,7 @@ absl::Status ShardedState::set_trainable(const Which& which, bool value) {
                                     : flat.placement().trainable;
                        });
     attach_sinks(*unit);
-    for (LayoutObserver* observer : observers_) {
+    for (ShardedStateObserver* observer : observers_) {
       observer->after_layout_change(*unit);
     }
   }

@@ -282,7 +282,12 @@ void ShardedState::reshard_all() {
   while (!present_.empty()) reshard(*present_.back());
 }
 
+void ShardedState::notify_before_update() {
+  for (ShardedStateObserver* observer : observers_) observer->before_update();
+}
+
 void ShardedState::begin_update() {
+  notify_before_update();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!present_.empty()) reshard(*present_.back());
   if (transport_->reading()) transport_->leave_reads("reshard");
@@ -416,7 +421,7 @@ void ShardedState::on_gradients(Unit& unit,
 void ShardedState::zero_grad(bool set_to_none) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (set_to_none) {
-    for (LayoutObserver* observer : observers_) {
+    for (ShardedStateObserver* observer : observers_) {
       observer->before_gradients_are_freed();
     }
   }

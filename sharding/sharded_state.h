@@ -15,7 +15,7 @@
 #include "fullshard/core/saved_tensor_hooks.h"
 #include "fullshard/sharding/backward_order.h"
 #include "fullshard/sharding/gradient_reducer.h"
-#include "fullshard/sharding/layout_observer.h"
+#include "fullshard/sharding/sharded_state_observer.h"
 #include "fullshard/sharding/prefetcher.h"
 #include "fullshard/sharding/shard_options.h"
 #include "fullshard/sharding/transport.h"
@@ -75,11 +75,13 @@ class ShardedState final : public BackwardObserver,
   // Collective.
   void set_full_precision(bool value);
   bool full_precision() const { return full_precision_; }
-  void add_observer(LayoutObserver* observer);
-  void remove_observer(LayoutObserver* observer);
+  void add_observer(ShardedStateObserver* observer);
+  void remove_observer(ShardedStateObserver* observer);
   // Call before writing to master shards. Returns when no rank reads them any
   // more. Collective.
   void begin_update();
+  // The part of it that is this rank's alone, where no gather reads them.
+  void notify_before_update();
 
   // A forward of the root: checks for misuse and stale copies, and follows the
   // recorded order from its start. Errors: c10::Error naming the parameter.
@@ -224,7 +226,7 @@ class ShardedState final : public BackwardObserver,
   bool touched_ = false;
   std::string misuse_;  // First one seen, until it is thrown.
   std::shared_ptr<void> observing_;
-  std::vector<LayoutObserver*> observers_;
+  std::vector<ShardedStateObserver*> observers_;
 };
 
 }  // namespace fullshard::internal
