@@ -6,8 +6,8 @@
 // save_full, save_safetensors, save_sharded, save_async (seconds until training
 // goes on, and how much longer some steps take while it is under way);
 // load_full, load_safetensors, load_sharded, with
-// --cold after the file left the page cache; disk_write and disk_read, what the
-// disk gives to plain system calls. Everything written is synced.
+// the file in the page cache, or not (--cold); disk_write and disk_read, what
+// the disk gives to plain system calls. Everything written is synced.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -80,12 +80,18 @@ double memory_mib(const std::string& field) {
   return kib / 1024;
 }
 
-void forget_files(const std::string& folder) {
+// Whether the page cache has the files.
+void set_cached(const std::string& folder, bool value) {
   namespace fs = std::filesystem;
+  std::vector<char> piece(size_t{1} << 20);
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     if (!entry.is_regular_file()) continue;
     const int fd = ::open(entry.path().c_str(), O_RDONLY);
-    ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    if (value) {
+      while (::read(fd, piece.data(), piece.size()) > 0) continue;
+    } else {
+      ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    }
     ::close(fd);
   }
 }
@@ -137,7 +143,7 @@ int measure_disk(const Settings& settings) {
   for (int i = 0; i < settings.repeats; ++i) {
     for (const int flags : {0, O_DIRECT}) {
       const char* const key = flags == 0 ? "seconds" : "seconds_direct";
-      forget_files(settings.folder);
+      set_cached(settings.folder, false);
       out[key].push_back(writes ? write_disk(path, num_bytes, flags)
                                 : read_disk(path, num_bytes, flags));
     }
@@ -168,7 +174,9 @@ class Job {
                           {"cold", settings_.cold},
                           {"bytes", num_bytes()}};
     for (int i = 0; i < settings_.repeats; ++i) {
-      if (settings_.cold && groups_.rank() == 0) forget_files(settings_.folder);
+      if (is("load") && groups_.rank() == 0) {
+        set_cached(settings_.folder, !settings_.cold);
+      }
       groups_.world()->barrier()->wait();
       std::ofstream("/proc/self/clear_refs") << "5";
       const double resident = memory_mib("VmRSS");

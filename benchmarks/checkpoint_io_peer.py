@@ -11,6 +11,7 @@ import argparse
 import glob
 import json
 import os
+import sys
 import time
 import warnings
 
@@ -47,6 +48,19 @@ def sync(path):
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
+
+
+def set_cached(folder, value):
+    """Whether the page cache has the files."""
+    for path in glob.glob(folder + "/**", recursive=True):
+        if not os.path.isfile(path):
+            continue
+        with open(path, "rb", buffering=0) as f:
+            if value:
+                while f.read(1 << 20):
+                    pass
+            else:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def memory_mib(field):
@@ -151,12 +165,8 @@ def main():
         dist.barrier()
     for _ in range(a.repeats):
         dist.barrier()
-        if a.cold and rank == 0:
-            for path in glob.glob(a.folder + "/**", recursive=True):
-                if os.path.isfile(path):
-                    fd = os.open(path, os.O_RDONLY)
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                    os.close(fd)
+        if "load" in a.op and rank == 0:
+            set_cached(a.folder, not a.cold)
         dist.barrier()
         with open("/proc/self/clear_refs", "w") as f:
             f.write("5")
@@ -168,7 +178,9 @@ def main():
         out["extra_mib"].append(memory_mib("VmHWM") - resident)
     if rank == 0:
         print(json.dumps(out), flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # Threads of torch sometimes abort in an orderly end.
 
 
 main()
