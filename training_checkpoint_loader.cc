@@ -19,6 +19,7 @@ TrainingCheckpointLoader::TrainingCheckpointLoader(
     : reader_(reader),
       model_(model),
       optimizer_(optimizer),
+      ema_(options.ema),
       cast_dtypes_(options.cast_dtypes),
       paths_(options) {
   for (LocalShard& shard : model.local_shards()) {
@@ -28,6 +29,10 @@ TrainingCheckpointLoader::TrainingCheckpointLoader(
 }
 
 absl::Status TrainingCheckpointLoader::check() {
+  if (ema_ != nullptr && ema_->swapped_in()) {
+    return absl::FailedPreconditionError(
+        "load while the average is swapped in: call swap_out() before");
+  }
   for (const auto& [name, shard] : shards_) {
     const SavedTensor* const saved = find_model(shard);
     FS_RETURN_IF_ERROR(check_tensor(saved, paths_.model(name), shard.sizes,
@@ -44,6 +49,14 @@ absl::Status TrainingCheckpointLoader::check() {
   for (const LocalOptimizerState& state : states_) {
     FS_RETURN_IF_ERROR(check_optimizer(shards_.at(state.name)));
   }
+  if (ema_ != nullptr) {
+    for (const auto& [name, average] : ema_->local_averages()) {
+      const LocalShard& shard = shards_.at(name);
+      FS_RETURN_IF_ERROR(
+          check_tensor(find_average(shard), paths_.ema(name), shard.sizes,
+                       as_parameter(shard, average).scalar_type()));
+    }
+  }
   return check_for_unknown();
 }
 
@@ -55,6 +68,13 @@ absl::Status TrainingCheckpointLoader::load() {
       [&](const std::string& name) {
         return reader_.tensor(*reader_.find(flat_name(paths_.model(name))));
       }));
+  if (ema_ != nullptr) {
+    for (const auto& [name, average] : ema_->local_averages()) {
+      const LocalShard& shard = shards_.at(name);
+      FS_RETURN_IF_ERROR(
+          fill(*find_average(shard), shard, as_parameter(shard, average)));
+    }
+  }
   return optimizer_ == nullptr ? absl::OkStatus() : load_optimizer();
 }
 
@@ -77,6 +97,10 @@ const ShardedManifest::Tensor* TrainingCheckpointLoader::find_state(
   return find(shard, [&](const std::string& name) {
     return paths_.optimizer(name, key);
   });
+}
+const ShardedManifest::Tensor* TrainingCheckpointLoader::find_average(
+    const LocalShard& shard) const {
+  return find(shard, [&](const std::string& name) { return paths_.ema(name); });
 }
 
 absl::Status TrainingCheckpointLoader::check_tensor(
@@ -128,12 +152,13 @@ absl::Status TrainingCheckpointLoader::check_optimizer(
   return absl::OkStatus();
 }
 
-// Without an optimizer its state is not looked at.
+// Without an optimizer its state is not looked at, nor without an EMA that.
 absl::Status TrainingCheckpointLoader::check_for_unknown() const {
   for (const SavedTensor& tensor : reader_.manifest().tensors) {
     const bool concerns =
         paths_.is_model(tensor.path) ||
-        (paths_.is_optimizer(tensor.path) && optimizer_ != nullptr);
+        (paths_.is_optimizer(tensor.path) && optimizer_ != nullptr) ||
+        (paths_.is_ema(tensor.path) && ema_ != nullptr);
     if (!concerns) continue;
     bool known = known_.count(tensor.name()) != 0;
     for (const Path& alias : tensor.aliases) {
@@ -143,6 +168,7 @@ absl::Status TrainingCheckpointLoader::check_for_unknown() const {
     return absl::InvalidArgumentError(absl::StrCat(
         reader_.folder(), ": unexpected key '", tensor.name(), "': ",
         paths_.is_model(tensor.path) ? "the model has no tensor of that name"
+        : paths_.is_ema(tensor.path) ? "no parameter of that name is averaged"
                                      : "the optimizer does not keep it"));
   }
   return absl::OkStatus();

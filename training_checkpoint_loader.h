@@ -9,6 +9,7 @@
 #include "ATen/ops/view_as_complex.h"
 #include "absl/status/status.h"
 #include "fullshard/io/sharded_checkpoint_reader.h"
+#include "fullshard/optim/ema.h"
 #include "fullshard/optim/sharded_optimizer.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/training_checkpoints.h"
@@ -27,18 +28,24 @@ class TrainingPaths {
                                      const std::string& key) const {
     return {optimizer_key_, "state", name, key};
   }
+  std::vector<std::string> ema(const std::string& name) const {
+    return {"ema", name};
+  }
   bool is_model(const std::vector<std::string>& path) const {
     return path[0] == model_key_;
   }
   bool is_optimizer(const std::vector<std::string>& path) const {
     return path[0] == optimizer_key_;
   }
+  bool is_ema(const std::vector<std::string>& path) const {
+    return path[0] == "ema";
+  }
 
  private:
   const std::string model_key_, optimizer_key_;
 };
 
-// Optimizers keep complex state as pairs of real numbers.
+// Optimizers and averages keep complex numbers as pairs of real ones.
 inline at::Tensor as_parameter(const LocalShard& local,
                                const at::Tensor& state) {
   return local.values.is_complex()
@@ -46,7 +53,7 @@ inline at::Tensor as_parameter(const LocalShard& local,
              : state;
 }
 
-// Loads model and optimizer from one checkpoint.
+// Loads model, optimizer and averages from one checkpoint.
 class TrainingCheckpointLoader {
  public:
   TrainingCheckpointLoader(const ShardedCheckpointReader& reader,
@@ -69,6 +76,7 @@ class TrainingCheckpointLoader {
   const SavedTensor* find_model(const LocalShard& shard) const;
   const SavedTensor* find_state(const LocalShard& shard,
                                 const std::string& key) const;
+  const SavedTensor* find_average(const LocalShard& shard) const;
   absl::Status check_tensor(const SavedTensor* saved, const Path& path,
                             const std::vector<int64_t>& sizes,
                             at::ScalarType dtype);
@@ -81,6 +89,7 @@ class TrainingCheckpointLoader {
   const ShardedCheckpointReader& reader_;
   ShardedModule& model_;
   ShardedOptimizer* const optimizer_;
+  ShardedEma* const ema_;
   const bool cast_dtypes_;
   const TrainingPaths paths_;
   std::unordered_map<std::string, LocalShard> shards_;

@@ -140,6 +140,12 @@ absl::StatusOr<std::string> TrainingCheckpoints::start(int64_t step,
   at::NoGradGuard no_grad;
   const ProcessGroups& groups = model_.groups();
   const std::string folder = absl::StrCat(folder_, "/", step_folder_name(step));
+  if (options_.ema != nullptr && options_.ema->swapped_in()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("save of ", folder,
+                     " while the average is swapped in: call swap_out() "
+                     "before"));
+  }
   try {
     // No rank may still be at a save before this one when the hidden folder is
     // made: it may have the same name.
@@ -224,6 +230,17 @@ std::vector<ShardToSave> TrainingCheckpoints::collect(bool async) const {
       shards.push_back(
           whole(paths.optimizer(state.name, kStep),
                 at::full({}, static_cast<double>(state.step), at::kFloat)));
+    }
+  }
+  if (options_.ema != nullptr) {
+    for (const auto& [name, average] : options_.ema->local_averages()) {
+      const LocalShard& local = *by_name.at(name);
+      if (!local.own_turn) continue;
+      shards.push_back(
+          part(local, paths.ema(name), internal::as_parameter(local, average)));
+      for (const std::string& alias : local.aliases) {
+        shards.back().aliases.push_back(paths.ema(alias));
+      }
     }
   }
   if (groups.rank() == 0) {

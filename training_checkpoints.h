@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "fullshard/io/file_system.h"
 #include "fullshard/io/sharded_checkpoint_writer.h"
+#include "fullshard/optim/ema.h"
 #include "fullshard/optim/sharded_optimizer.h"
 #include "fullshard/sharding/fully_shard.h"
 #include "fullshard/sharding/sharded_state_observer.h"
@@ -29,6 +30,9 @@ struct TrainingCheckpointsOptions {
   // checkpoints of Python.
   std::string model_key = "model";
   std::string optimizer_key = "optim";
+  // The moving averages of the parameters, saved and loaded too, under "ema";
+  // null: none. Outlives the TrainingCheckpoints.
+  ShardedEma* ema = nullptr;
   // Convert tensors of another dtype on load, in place of refusing them.
   bool cast_dtypes = false;
   // save_async() returns before its copy is made: training goes on beside it,
@@ -43,7 +47,8 @@ struct TrainingCheckpointsOptions {
 };
 
 // The sharded checkpoints of a run, to go on from exactly: parameters, buffers,
-// the optimizer's state, every rank's random state, and what the caller adds.
+// the optimizer's state, moving averages, every rank's random state, and what
+// the caller adds.
 // Each is a folder `step-000123` that all ranks write together, on a file
 // system that they share, and that torch.distributed.checkpoint reads too, as
 // {"model": {name: tensor}, "optim": {"state": {name: {key: tensor}},

@@ -87,6 +87,7 @@ void ShardedEma::update() {
   TORCH_CHECK(!swapped_in(), "EMA: update() while the average is swapped in");
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
+  state_->notify_before_update();
   for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
     at::Tensor& average = averages_.at(flat);
     average.lerp_(flat->master_shard().to(average.scalar_type()), 1 - decay_);
@@ -127,6 +128,22 @@ void ShardedEma::swap_out() {
   }
 }
 
+std::vector<std::pair<std::string, at::Tensor>> ShardedEma::local_averages()
+    const {
+  TORCH_CHECK(!swapped_in(), "EMA: state while the average is swapped in");
+  std::vector<std::pair<std::string, at::Tensor>> locals;
+  for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
+    for (size_t i = 0; i < flat->parameters().size(); ++i) {
+      const ShardLayout::Range range =
+          flat->layout().local_range(i, flat->placement().shard_rank);
+      locals.emplace_back(
+          flat->parameters()[i].name,
+          averages_.at(flat).narrow(0, range.shard_offset, range.numel));
+    }
+  }
+  return locals;
+}
+
 absl::Status ShardedEma::full_state_dict(const TensorSink& sink,
                                          bool all_ranks) const {
   TORCH_CHECK(!swapped_in(), "EMA: state while the average is swapped in");
@@ -160,6 +177,7 @@ absl::Status ShardedEma::load_full_state_dict(const TensorSource& source) {
   TORCH_CHECK(!swapped_in(), "EMA: state while the average is swapped in");
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
+  state_->notify_before_update();
   for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
     const at::Tensor& average = averages_.at(flat);
     for (size_t i = 0; i < flat->parameters().size(); ++i) {

@@ -38,7 +38,8 @@ class ShardedEma final : private internal::ShardedStateObserver {
   ShardedEma(const ShardedEma&) = delete;
   ShardedEma& operator=(const ShardedEma&) = delete;
 
-  // Call after the optimizer's step. No communication.
+  // Call after the optimizer's step. No communication. Waits for a copy of the
+  // average that TrainingCheckpoints makes.
   // Requires: !swapped_in().
   void update();
   double decay() const { return decay_; }
@@ -68,6 +69,10 @@ class ShardedEma final : private internal::ShardedStateObserver {
   };
 
   // --- state by name, as ShardedModule has for the parameters
+  // This rank's part of every average, in module order: [numel] each, views, in
+  // the parameter's order in memory. See ShardedModule::local_shards.
+  // Requires: !swapped_in().
+  std::vector<std::pair<std::string, at::Tensor>> local_averages() const;
   // Gathers unit by unit and calls `sink` with the average of every trainable
   // parameter, under each of its names and in its original shape, on rank 0 or
   // on every rank.
