@@ -8,6 +8,7 @@ absl::Status load_full_checkpoint(ShardedModule& model,
                                   const LoadOptions& options) {
   LoadOptions reading = options;
   reading.read = &read_elements;
+  reading.read_ahead = &read_elements_ahead;
   return model.load_full_state_dict(source, reading);
 }
 

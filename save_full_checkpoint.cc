@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
@@ -107,7 +108,9 @@ class FullSave {
 
   absl::Status run() {
     absl::Status status;
-    if (groups_.rank() == 0) status = open();
+    if (groups_.rank() == 0) {
+      status = catch_errors(path_, [&] { return open(); });
+    }
     FS_RETURN_IF_ERROR(agree(groups_, status, path_));
     const bool together = can_write_together();
     return together ? write_together() : write_through_rank_0();
@@ -221,13 +224,21 @@ absl::Status FullSave::write_together() {
   const std::vector<Target> targets = this->targets();
   at::Tensor places = integers(groups_, {static_cast<int64_t>(targets.size())});
   absl::Status status;
-  if (groups_.rank() == 0) status = reserve(targets, places);
+  if (groups_.rank() == 0) {
+    status = catch_errors(path_, [&] { return reserve(targets, places); });
+  }
   broadcast_from_rank_0(groups_, places);
   std::vector<WrittenRange> written;
-  if (status.ok()) status = write_own(targets, places.cpu(), written);
+  if (status.ok()) {
+    status = catch_errors(
+        path_, [&] { return write_own(targets, places.cpu(), written); });
+  }
   const std::vector<WrittenRange> ranges = all_ranges(groups_, written);
   FS_RETURN_IF_ERROR(agree(groups_, status, path_));
-  if (groups_.rank() == 0) status = finish(targets, places.cpu(), ranges);
+  if (groups_.rank() == 0) {
+    status = catch_errors(
+        path_, [&] { return finish(targets, places.cpu(), ranges); });
+  }
   return agree(groups_, status, path_);
 }
 
@@ -330,12 +341,8 @@ absl::Status save_full_checkpoint(const ShardedModule& model,
                                   const FullCheckpointOptions& options) {
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
-  try {
-    return FullSave(model, path, options).run();
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("save of ", path, ": ", error.what_without_backtrace()));
-  }
+  return catch_errors(absl::StrCat("save of ", path),
+                      [&] { return FullSave(model, path, options).run(); });
 }
 
 }  // namespace fullshard

@@ -14,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "fullshard/activation_ckpt/checkpointable.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/logging.h"
 #include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/status.h"
@@ -22,21 +23,6 @@
 #include "fullshard/io/full_state_dict.h"
 
 namespace fullshard {
-namespace {
-
-// Turns what LibTorch throws into a status, in one place.
-template <class F>
-auto guarded(const char* where, F f) -> decltype(f()) {
-  try {
-    return f();
-  } catch (const c10::Error& error) {
-    return absl::InternalError(
-        absl::StrCat(where, ": ", error.what_without_backtrace()));
-  }
-}
-
-}  // namespace
-
 Strategy::Strategy(std::shared_ptr<VisionLanguageModel> model,
                    ProcessGroups groups, StrategyConfig config)
     : model_(std::move(model)),
@@ -98,7 +84,7 @@ absl::StatusOr<TrainingSummary> Strategy::run_training(
          progress_.global_step < total_steps_ && !summary.interrupted;
          at += per_step) {
       const auto start = std::chrono::steady_clock::now();
-      absl::Status status = guarded("training", [&]() -> absl::Status {
+      absl::Status status = catch_errors("training", [&]() -> absl::Status {
         metrics.result =
             training_step(*sharded_, *optimizer_, *schedule_, step_options_,
                           progress_.global_step,
@@ -130,7 +116,9 @@ absl::StatusOr<TrainingSummary> Strategy::run_training(
     progress_.steps_in_epoch = 0;
   }
   if (!saved) FS_RETURN_IF_ERROR(save());
-  if (checkpoints_ != nullptr) FS_RETURN_IF_ERROR(checkpoints_->wait());
+  if (checkpoints_ != nullptr) {
+    FS_RETURN_IF_ERROR(agree(groups_, checkpoints_->wait(), "last checkpoint"));
+  }
   summary.global_step = progress_.global_step;
   summary.epoch = progress_.epoch;
   summary.last_loss = progress_.last_loss;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "fullshard/activation_ckpt/checkpointable.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/logging.h"
 #include "fullshard/core/status.h"
 #include "fullshard/strategy.h"
@@ -97,12 +98,10 @@ absl::Status Strategy::run_setup(const std::string& run_dir,
   if (config_.enable_gradient_checkpointing) {
     FS_RETURN_IF_ERROR(checkpoint_activations());
   }
-  try {
+  FS_RETURN_IF_ERROR(catch_errors("run_setup", [&] {
     groups_.world()->barrier()->wait();
-  } catch (const c10::Error& error) {
-    return absl::InternalError(
-        absl::StrCat("run_setup: ", error.what_without_backtrace()));
-  }
+    return absl::OkStatus();
+  }));
 
   count_steps();
   AdamWOptions adamw;

@@ -7,11 +7,6 @@
 #include "fullshard/core/status.h"
 
 namespace fullshard::internal {
-namespace {
-
-constexpr char kStep[] = "step";
-
-}  // namespace
 
 TrainingCheckpointLoader::TrainingCheckpointLoader(
     const ShardedCheckpointReader& reader, ShardedModule& model,
@@ -132,16 +127,18 @@ absl::Status TrainingCheckpointLoader::check_optimizer(
   for (const std::string& key : optimizer_->state_names()) {
     any = any || find_state(shard, key) != nullptr;
   }
-  const SavedTensor* const step = find_state(shard, kStep);
+  const SavedTensor* const step = find_state(shard, TrainingPaths::kStep);
   if (step != nullptr) {
     any = true;
-    FS_RETURN_IF_ERROR(check_tensor(step, paths_.optimizer(shard.name, kStep),
-                                    {}, at::kFloat));
+    FS_RETURN_IF_ERROR(
+        check_tensor(step, paths_.optimizer(shard.name, TrainingPaths::kStep),
+                     {}, at::kFloat));
   }
   if (!any) return absl::OkStatus();  // Never had a gradient.
   if (optimizer_->has_step() && step == nullptr) {
     return absl::NotFoundError(absl::StrCat(
-        reader_.folder(), ": '", flat_name(paths_.optimizer(shard.name, kStep)),
+        reader_.folder(), ": '",
+        flat_name(paths_.optimizer(shard.name, TrainingPaths::kStep)),
         "' is missing"));
   }
   for (const std::string& key : optimizer_->state_names()) {
@@ -198,7 +195,7 @@ absl::Status TrainingCheckpointLoader::load_optimizer() {
       any = true;
       FS_RETURN_IF_ERROR(fill(*saved, shard, as_parameter(shard, tensor)));
     }
-    const SavedTensor* const step = find_state(shard, kStep);
+    const SavedTensor* const step = find_state(shard, TrainingPaths::kStep);
     state.step = any ? 1 : 0;
     if (step != nullptr) {
       FS_ASSIGN_OR_RETURN(const at::Tensor value, reader_.tensor(*step));

@@ -6,52 +6,15 @@
 #include <unordered_map>
 #include <vector>
 
-#include "ATen/ops/view_as_complex.h"
 #include "absl/status/status.h"
 #include "fullshard/io/sharded_checkpoint_reader.h"
 #include "fullshard/optim/ema.h"
 #include "fullshard/optim/sharded_optimizer.h"
 #include "fullshard/sharding/fully_shard.h"
+#include "fullshard/training_checkpoint_contents.h"
 #include "fullshard/training_checkpoints.h"
 
 namespace fullshard::internal {
-
-// Where tensors are in the nested dicts of a checkpoint.
-class TrainingPaths {
- public:
-  explicit TrainingPaths(const TrainingCheckpointsOptions& options)
-      : model_key_(options.model_key), optimizer_key_(options.optimizer_key) {}
-  std::vector<std::string> model(const std::string& name) const {
-    return {model_key_, name};
-  }
-  std::vector<std::string> optimizer(const std::string& name,
-                                     const std::string& key) const {
-    return {optimizer_key_, "state", name, key};
-  }
-  std::vector<std::string> ema(const std::string& name) const {
-    return {"ema", name};
-  }
-  bool is_model(const std::vector<std::string>& path) const {
-    return path[0] == model_key_;
-  }
-  bool is_optimizer(const std::vector<std::string>& path) const {
-    return path[0] == optimizer_key_;
-  }
-  bool is_ema(const std::vector<std::string>& path) const {
-    return path[0] == "ema";
-  }
-
- private:
-  const std::string model_key_, optimizer_key_;
-};
-
-// Optimizers and averages keep complex numbers as pairs of real ones.
-inline at::Tensor as_parameter(const LocalShard& local,
-                               const at::Tensor& state) {
-  return local.values.is_complex()
-             ? at::view_as_complex(state.view({state.numel() / 2, 2}))
-             : state;
-}
 
 // Loads model, optimizer and averages from one checkpoint.
 class TrainingCheckpointLoader {

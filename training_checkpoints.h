@@ -35,11 +35,13 @@ struct TrainingCheckpointsOptions {
   ShardedEma* ema = nullptr;
   // Convert tensors of another dtype on load, in place of refusing them.
   bool cast_dtypes = false;
-  // save_async() returns before its copy is made: training goes on beside it,
-  // and what changes parameters or optimizer state waits: step(),
-  // ShardedModule::reshard(), set_trainable() and every load. Code that changes
-  // them by other means, as torch::optim does, calls wait_for_copy() first;
-  // where that can be seen to be missing, the save fails.
+  // save_async() returns before its copy is made; forward and backward run
+  // beside it. What of this library writes parameters, optimizer state or
+  // averages waits for it: step(), reshard() of all units, set_trainable(),
+  // summon_full_params(), loads, ShardedEma. Other writers, as torch::optim is,
+  // call wait_for_copy() first; a write that did not is found where a version
+  // counter shows it in time, and fails the save. No gain on CUDA, where the
+  // copy to the host comes first.
   bool copy_in_background = false;
   // How long the ranks wait for each other's files.
   std::chrono::milliseconds timeout{600000};
@@ -48,13 +50,13 @@ struct TrainingCheckpointsOptions {
 
 // The sharded checkpoints of a run, to go on from exactly: parameters, buffers,
 // the optimizer's state, moving averages, every rank's random state, and what
-// the caller adds.
-// Each is a folder `step-000123` that all ranks write together, on a file
-// system that they share, and that torch.distributed.checkpoint reads too, as
-// {"model": {name: tensor}, "optim": {"state": {name: {key: tensor}},
-// "param_groups": [...]}}, so that set_optimizer_state_dict takes it.
-// `latest` is a link to the last one. Loads at any number of ranks, with any
-// mesh, strategy and wrap policy.
+// the caller adds. Each is a folder `step-000123` that all ranks write
+// together, on a file system that they share, and that
+// torch.distributed.checkpoint reads too, as {"model": {name: tensor}, "optim":
+// {"state": {name: {key: tensor}}, "param_groups": [...]}, "ema": {name:
+// tensor}, "rng": {rank: {device: tensor}}}, so that set_optimizer_state_dict
+// takes it. `latest` is a link to the last one. Loads at any number of ranks,
+// with any mesh, strategy and wrap policy.
 //
 // Example:
 //   TrainingCheckpoints checkpoints(folder, model, &optimizer);
@@ -65,11 +67,14 @@ class TrainingCheckpoints : private internal::ShardedStateObserver {
  public:
   using State = std::map<std::string, std::string>;
 
-  // `optimizer` may be null. Both outlive this.
+  // `optimizer` may be null. All outlive this.
+  // Errors: c10::Error for keys that are empty, equal or taken ("ema", "rng"),
+  // numbers below 0, and an optimizer or average of another model.
   TrainingCheckpoints(std::string folder, ShardedModule& model,
                       ShardedOptimizer* optimizer,
                       const TrainingCheckpointsOptions& options = {});
-  // Waits for a save that is under way; an error is logged.
+  // Waits, for up to options.timeout, for a save that is under way; an error is
+  // logged.
   ~TrainingCheckpoints() override;
   TrainingCheckpoints(const TrainingCheckpoints&) = delete;
   TrainingCheckpoints& operator=(const TrainingCheckpoints&) = delete;
@@ -77,20 +82,28 @@ class TrainingCheckpoints : private internal::ShardedStateObserver {
   // Saves, with `state` of rank 0, and returns the checkpoint's folder, on
   // every rank, when it is durable. A checkpoint of the same step is replaced.
   //
-  // Collective. Errors: those of the files, on every rank, and that of a save
-  // that was under way; what was there before stays.
+  // Collective. Requires: the average is not swapped in. Errors: those of the
+  // files, on every rank, and that of a save that was under way; what was there
+  // before stays.
   absl::StatusOr<std::string> save(int64_t step, const State& state);
   // Returns when the model may be changed, or earlier (copy_in_background); a
   // thread writes a copy of this rank's shards, whose memory is kept for the
   // next time. Waits for the save before, and returns its error, first.
+  //
+  // Collective. Requires and errors: as save(), but for those of the files,
+  // which the next save or wait() returns.
   absl::StatusOr<std::string> save_async(int64_t step, const State& state);
-  // Returns when the copy that the last save_async() makes is complete.
+  // Returns when the copy that the last save_async() makes is complete. Not
+  // collective; from any thread.
   void wait_for_copy();
-  // Returns how the save that was under way ended; OK if there was none.
+  // Returns how this rank's part of the save that was under way ended; OK if
+  // there was none. Waits for up to options.timeout. Not collective: another
+  // rank may have failed later.
   absl::Status wait();
 
   // Loads a checkpoint; returns its state. Random states are restored if the
-  // number of ranks is the same.
+  // number of ranks is the same. Waits for a save that is under way; its error
+  // is logged.
   //
   // Collective. Errors: those of ShardedCheckpointReader; kInvalidArgument or
   // kNotFound naming a tensor that is missing, unknown to the model, or of
@@ -99,35 +112,26 @@ class TrainingCheckpoints : private internal::ShardedStateObserver {
   absl::StatusOr<State> load(const std::string& checkpoint);
 
  private:
-  absl::StatusOr<std::string> start(int64_t step, const State& state,
-                                    bool async);
-  // A shard's values, where they go, and which version of them.
-  struct Copy {
-    std::string name;
-    at::Tensor from, to;
-    uint32_t version = 0;
-  };
+  struct Save;
 
   void before_update() override { wait_for_copy(); }
-  void start_thread(const std::string& folder, int64_t step, const State& state,
-                    std::vector<ShardToSave> shards,
-                    std::vector<ObjectToSave> objects);
-  std::vector<ShardToSave> collect(bool async) const;
-  std::vector<Copy> move_to_buffer(std::vector<ShardToSave>& shards);
-  static absl::Status run(const std::vector<Copy>& copies);
+  absl::StatusOr<std::string> start_save(int64_t step, const State& state,
+                                         bool async);
+  absl::Status prepare(Save& save, bool async);
+  void move_to_buffer(Save& save);
+  void start_thread(std::shared_ptr<Save> save);
+  absl::Status write(const Save& save, const absl::Status& copied) const;
   void remove_old(int64_t step) const;
-  absl::Status write(const std::string& folder, int64_t step,
-                     const absl::Status& copied,
-                     const std::vector<ShardToSave>& shards, const State& state,
-                     const std::vector<ObjectToSave>& objects) const;
 
   const std::string folder_;
   ShardedModule& model_;
   ShardedOptimizer* const optimizer_;
   const TrainingCheckpointsOptions options_;
   FileSystem& file_system_;
-  at::Tensor buffer_;  // Bytes.
-  std::future<void> copied_;
+  const std::shared_ptr<internal::ShardedState> sharded_state_;
+  at::Tensor buffer_;       // Bytes.
+  std::string last_saved_;  // The folder of the last save.
+  std::shared_future<void> copied_;
   std::thread thread_;
   absl::Status result_;  // Of the thread, once it is joined.
 };

@@ -5,9 +5,9 @@
 //
 // save_full, save_safetensors, save_sharded, save_async (seconds until training
 // goes on, and how much longer some steps take while it is under way);
-// load_full, load_safetensors, load_sharded, with
-// the file in the page cache, or not (--cold); disk_write and disk_read, what
-// the disk gives to plain system calls. Everything written is synced.
+// load_full, load_safetensors, load_sharded, with the file in the page cache,
+// or not (--cold); disk_write and disk_read, what the disk gives to plain
+// system calls. Everything written is synced.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -80,13 +80,14 @@ double memory_mib(const std::string& field) {
   return kib / 1024;
 }
 
-// Whether the page cache has the files.
+// Reads the files into the page cache, or drops them from it.
 void set_cached(const std::string& folder, bool value) {
   namespace fs = std::filesystem;
   std::vector<char> piece(size_t{1} << 20);
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     if (!entry.is_regular_file()) continue;
     const int fd = ::open(entry.path().c_str(), O_RDONLY);
+    TORCH_CHECK(fd >= 0, "cannot open ", entry.path());
     if (value) {
       while (::read(fd, piece.data(), piece.size()) > 0) continue;
     } else {

@@ -31,7 +31,8 @@ class FileSystem {
   virtual int open_to_write(const std::string& path);
   // Writes up to `size` bytes and returns how many.
   virtual ssize_t write(int fd, const void* data, size_t size);
-  // Lets writes go past the page cache (O_DIRECT), or not.
+  // Lets writes go past the page cache (O_DIRECT), or not; -EINVAL where the
+  // file system cannot.
   virtual int set_direct(int fd, bool value);
   virtual int sync(int fd);
   virtual int rename(const std::string& from, const std::string& to);

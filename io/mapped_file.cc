@@ -16,6 +16,8 @@ namespace fullshard {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;
+// What the disk works on beside a copy.
+constexpr size_t kAheadBytes = 2 * kPieceBytes;
 
 }  // namespace
 
@@ -76,12 +78,7 @@ absl::Status MappedFile::read(size_t offset, size_t size, void* out) const {
   char* to = static_cast<char*>(out);
   while (size > 0) {
     const size_t piece = std::min(size, kPieceBytes);
-    if (size > piece) {
-      // The disk works on the next piece while this one is copied.
-      (void)::posix_fadvise(fd_, static_cast<off_t>(offset + piece),
-                            static_cast<off_t>(std::min(size - piece, piece)),
-                            POSIX_FADV_WILLNEED);
-    }
+    if (size > piece) read_ahead(offset + piece, size - piece);
     const ssize_t count =
         file_system.read_at(fd_, to, piece, static_cast<int64_t>(offset));
     if (count == -EINTR) continue;
@@ -97,6 +94,12 @@ absl::Status MappedFile::read(size_t offset, size_t size, void* out) const {
     size -= static_cast<size_t>(count);
   }
   return absl::OkStatus();
+}
+
+void MappedFile::read_ahead(size_t offset, size_t size) const {
+  (void)::posix_fadvise(fd_, static_cast<off_t>(offset),
+                        static_cast<off_t>(std::min(size, kAheadBytes)),
+                        POSIX_FADV_WILLNEED);
 }
 
 }  // namespace fullshard

@@ -40,6 +40,9 @@ class MappedFile {
   // Requires: they lie in the file as it was opened.
   // Errors: DataLoss if the file is shorter now; what the system reports.
   absl::Status read(size_t offset, size_t size, void* out) const;
+  // Has the system fetch the first megabytes of these bytes, for a read().
+  // Returns at once.
+  void read_ahead(size_t offset, size_t size) const;
 
  private:
   MappedFile(std::string path, int fd, char* data, size_t size)

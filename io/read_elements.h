@@ -21,6 +21,13 @@ absl::Status read_elements(const at::Tensor& tensor,
                            const std::vector<int64_t>& order, int64_t begin,
                            at::Tensor out);
 
+// Has the system fetch the start of what read_elements will read, where it
+// reads only the bytes that are asked for. Returns at once; does nothing for a
+// tensor in memory.
+void read_elements_ahead(const at::Tensor& tensor,
+                         const std::vector<int64_t>& order, int64_t begin,
+                         int64_t numel);
+
 }  // namespace fullshard
 
 #endif  // FULLSHARD_IO_READ_ELEMENTS_H_

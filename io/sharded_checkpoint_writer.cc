@@ -1,6 +1,7 @@
 #include "fullshard/io/sharded_checkpoint_writer.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -10,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
 #include "fullshard/io/atomic_file.h"
@@ -25,6 +27,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kDcpMetadata[] = ".metadata";
+
+std::string data_file_name(int rank) {
+  return absl::StrCat("__", rank, "_0.distcp");
+}
 
 bool exists(const std::string& path) {
   std::error_code ignored;
@@ -184,49 +190,62 @@ ShardedCheckpointWriter::ShardedCheckpointWriter(
       timeout_(timeout),
       file_system_(file_system) {}
 
-std::string ShardedCheckpointWriter::marker(int rank, const char* what) const {
-  return absl::StrFormat("%s/rank-%05d.%s", temporary_, rank, what);
+std::string ShardedCheckpointWriter::marker(int rank, const char* what) {
+  return absl::StrFormat("rank-%05d.%s", rank, what);
+}
+
+std::string ShardedCheckpointWriter::in_temporary(
+    const std::string& name) const {
+  return absl::StrCat(temporary_, "/", name);
 }
 
 absl::Status ShardedCheckpointWriter::write(
     const std::vector<ShardToSave>& shards,
     const std::map<std::string, std::string>& state,
     const std::vector<ObjectToSave>& objects) {
-  return meet(write_own(shards, objects), state);
+  return meet(catch_errors(folder_, [&] { return write_own(shards, objects); }),
+              state);
 }
 
 absl::Status ShardedCheckpointWriter::give_up(const absl::Status& error) {
   return meet(error, {});
 }
 
-// Ends write() of all ranks; `status`: how this rank's own part went.
+// Ends write() of all ranks; `status`: how this rank's own part went. Rank 0
+// waits for the others and tells them how it ended, with the folder's new name
+// or with "failed".
 absl::Status ShardedCheckpointWriter::meet(
     absl::Status status, const std::map<std::string, std::string>& state) {
-  if (!status.ok()) leave_error(status);
-  // Rank 0 waits for all: it also has to tell them how it ended.
-  if (rank_ != 0) return status.ok() ? wait_for_rank_0() : status;
-  if (status.ok()) status = finish(state);
-  if (!status.ok()) {
-    std::error_code ignored;
-    for (const auto& entry : fs::directory_iterator(temporary_, ignored)) {
-      if (entry.path().extension() == ".distcp") {
-        fs::remove(entry.path(), ignored);
-      }
+  if (rank_ == 0) {
+    if (status.ok()) {
+      status = catch_errors(folder_, [&] { return finish(state); });
     }
-    // Stays, for the others to read; prepare() removes it.
-    (void)write_text(absl::StrCat(temporary_, "/failed"), status.message(),
-                     FileSystem::posix());
+    if (!status.ok()) leave_error("failed", status);
+    return status;
   }
+  if (!status.ok()) {
+    leave_error(marker(rank_, "error"), status);
+    return status;
+  }
+  if (auto ended = wait_for_rank_0(); ended.has_value()) return *ended;
+  status = absl::DeadlineExceededError(
+      absl::StrCat("save of ", folder_, ": rank 0 did not finish within ",
+                   std::chrono::duration<double>(timeout_).count(), " s"));
+  // Rank 0 removes this file too, from when on it will finish. Whoever is the
+  // first decides for all.
+  if (file_system_.remove(in_temporary(marker(rank_, "json"))) < 0) {
+    if (auto ended = wait_for_rank_0(); ended.has_value()) return *ended;
+  }
+  leave_error(marker(rank_, "error"), status);
   return status;
 }
 
 absl::Status ShardedCheckpointWriter::write_own(
     const std::vector<ShardToSave>& shards,
     const std::vector<ObjectToSave>& objects) {
-  const std::string name = absl::StrCat("__", rank_, "_0.distcp");
-  FS_ASSIGN_OR_RETURN(
-      const std::unique_ptr<DataFile> file,
-      DataFile::create(absl::StrCat(temporary_, "/", name), file_system_));
+  const std::string name = data_file_name(rank_);
+  FS_ASSIGN_OR_RETURN(const std::unique_ptr<DataFile> file,
+                      DataFile::create(in_temporary(name), file_system_));
   ShardedManifest own;
   own.world_size = world_size_;
   for (const ShardToSave& shard : shards) {
@@ -257,15 +276,20 @@ absl::Status ShardedCheckpointWriter::write_own(
   }
   FS_RETURN_IF_ERROR(file->close());
   own.files.push_back({name, file->num_bytes()});
-  return write_text(marker(rank_, "json"), own.to_json(), file_system_);
+  return write_text(in_temporary(marker(rank_, "json")), own.to_json(),
+                    file_system_);
 }
 
-void ShardedCheckpointWriter::leave_error(const absl::Status& status) {
-  if (rank_ == 0) return;  // See write().
+// For the others to read; prepare() removes it.
+void ShardedCheckpointWriter::leave_error(const std::string& name,
+                                          const absl::Status& status) {
+  remove_data();
+  (void)write_text(in_temporary(name), status.message(), FileSystem::posix());
+}
+
+void ShardedCheckpointWriter::remove_data() {
   std::error_code ignored;
-  fs::remove(absl::StrCat(temporary_, "/__", rank_, "_0.distcp"), ignored);
-  (void)write_text(marker(rank_, "error"), status.message(),
-                   FileSystem::posix());
+  fs::remove(in_temporary(data_file_name(rank_)), ignored);
 }
 
 absl::StatusOr<ShardedManifest> ShardedCheckpointWriter::collect() const {
@@ -278,9 +302,12 @@ absl::StatusOr<ShardedManifest> ShardedCheckpointWriter::collect() const {
     const auto arrived =
         poll(std::max(timeout_ - passed, std::chrono::milliseconds(0)),
              [&]() -> std::optional<absl::Status> {
-               if (exists(marker(rank, "json"))) return absl::OkStatus();
-               if (!exists(marker(rank, "error"))) return std::nullopt;
-               const auto text = read_text(marker(rank, "error"));
+               const std::string error = in_temporary(marker(rank, "error"));
+               if (exists(in_temporary(marker(rank, "json")))) {
+                 return absl::OkStatus();
+               }
+               if (!exists(error)) return std::nullopt;
+               const auto text = read_text(error);
                return absl::AbortedError(absl::StrCat(
                    "rank ", rank, ": ", text.ok() ? *text : "failed"));
              });
@@ -291,7 +318,7 @@ absl::StatusOr<ShardedManifest> ShardedCheckpointWriter::collect() const {
     }
     FS_RETURN_IF_ERROR(*arrived);
     FS_ASSIGN_OR_RETURN(const std::string text,
-                        read_text(marker(rank, "json")));
+                        read_text(in_temporary(marker(rank, "json"))));
     FS_ASSIGN_OR_RETURN(const ShardedManifest theirs,
                         ShardedManifest::parse(text));
     FS_RETURN_IF_ERROR(manifest.merge(theirs));
@@ -304,14 +331,19 @@ absl::Status ShardedCheckpointWriter::finish(
     const std::map<std::string, std::string>& state) {
   FS_ASSIGN_OR_RETURN(ShardedManifest manifest, collect());
   manifest.state = state;
-  FS_RETURN_IF_ERROR(write_text(absl::StrCat(temporary_, "/", kDcpMetadata),
+  FS_RETURN_IF_ERROR(write_text(in_temporary(kDcpMetadata),
                                 dcp_metadata(manifest, objects_),
                                 file_system_));
-  FS_RETURN_IF_ERROR(write_text(absl::StrCat(temporary_, "/", kManifestName),
-                                manifest.to_json(), file_system_));
+  FS_RETURN_IF_ERROR(write_text(in_temporary(kManifestName), manifest.to_json(),
+                                file_system_));
   for (int rank = 0; rank < world_size_; ++rank) {
-    const std::string path = marker(rank, "json");
-    if (const int error = file_system_.remove(path); error < 0) {
+    const std::string path = in_temporary(marker(rank, "json"));
+    const int error = file_system_.remove(path);
+    if (error == -ENOENT) {  // See meet().
+      return absl::DeadlineExceededError(absl::StrCat(
+          "save of ", folder_, ": rank ", rank, " has stopped waiting"));
+    }
+    if (error < 0) {
       return file_error(error, "remove", path);
     }
   }
@@ -343,19 +375,22 @@ absl::Status ShardedCheckpointWriter::finish(
   return absl::OkStatus();
 }
 
-absl::Status ShardedCheckpointWriter::wait_for_rank_0() const {
-  const auto ended = poll(timeout_, [&]() -> std::optional<absl::Status> {
-    if (!exists(temporary_)) return absl::OkStatus();  // It was renamed.
-    const std::string failed = absl::StrCat(temporary_, "/failed");
+// Empty: the time is over.
+std::optional<absl::Status> ShardedCheckpointWriter::wait_for_rank_0() {
+  const std::string failed = in_temporary("failed");
+  return poll(timeout_, [&]() -> std::optional<absl::Status> {
+    std::error_code error;
+    const bool renamed =
+        fs::status(temporary_, error).type() == fs::file_type::not_found;
+    if (renamed && exists(absl::StrCat(folder_, "/", kManifestName))) {
+      return absl::OkStatus();
+    }
     if (!exists(failed)) return std::nullopt;
+    remove_data();
     const auto text = read_text(failed);
     return absl::AbortedError(absl::StrCat("rank 0 could not finish ", folder_,
                                            ": ", text.ok() ? *text : ""));
   });
-  if (ended.has_value()) return *ended;
-  return absl::DeadlineExceededError(
-      absl::StrCat("save of ", folder_, ": rank 0 did not finish within ",
-                   std::chrono::duration<double>(timeout_).count(), " s"));
 }
 
 }  // namespace fullshard

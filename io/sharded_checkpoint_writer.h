@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,14 +65,16 @@ class ShardedCheckpointWriter {
   // checkpoint appear. `state` and `objects` are rank 0's. Returns on every
   // rank when it is durable.
   //
-  // Errors: those of the file system, of this rank or of another one, named;
-  // DeadlineExceeded naming a rank that did not finish. The hidden folder is
-  // then removed, and what was at `folder` is untouched.
+  // Errors, on every rank if on one: those of the file system, of this rank or
+  // of another one, named; DeadlineExceeded naming a rank that did not finish.
+  // What was at `folder` is then untouched; the hidden folder stays, without
+  // data, until prepare() of the same. Only where the parent folder cannot be
+  // synced is rank 0 alone in reporting it, and the checkpoint in place.
   absl::Status write(const std::vector<ShardToSave>& shards,
                      const std::map<std::string, std::string>& state,
                      const std::vector<ObjectToSave>& objects = {});
-  // In place of write(), where this rank has nothing that may be saved: the
-  // others' write() returns its error. Returns it too.
+  // In place of write(), where this rank has nothing that may be saved; fails
+  // the save on every rank. Returns `error`; the others get kAborted with it.
   absl::Status give_up(const absl::Status& error);
 
  private:
@@ -81,9 +84,12 @@ class ShardedCheckpointWriter {
                     const std::map<std::string, std::string>& state);
   absl::Status finish(const std::map<std::string, std::string>& state);
   absl::StatusOr<ShardedManifest> collect() const;
-  absl::Status wait_for_rank_0() const;
-  void leave_error(const absl::Status& status);
-  std::string marker(int rank, const char* what) const;
+  std::optional<absl::Status> wait_for_rank_0();
+  void leave_error(const std::string& name, const absl::Status& status);
+  void remove_data();
+  // The name by which a rank tells how its part went.
+  static std::string marker(int rank, const char* what);
+  std::string in_temporary(const std::string& name) const;
 
   const std::string folder_;
   const std::string temporary_;

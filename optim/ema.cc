@@ -8,6 +8,7 @@
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "c10/util/StringUtil.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/status.h"
 #include "fullshard/optim/shard_runs.h"
 #include "fullshard/sharding/gather_shards.h"
@@ -151,7 +152,7 @@ absl::Status ShardedEma::full_state_dict(const TensorSink& sink,
   at::NoGradGuard no_grad;
   const bool receives = all_ranks || state_->groups().rank() == 0;
   absl::Status status;
-  try {
+  return catch_errors("gather of the EMA", [&]() -> absl::Status {
     for (const FlatParameter* flat : internal::trainable_flats(*state_)) {
       const at::Tensor full = internal::gather_shards(*flat, averages_.at(flat),
                                                       *state_->shard_group(),
@@ -160,17 +161,15 @@ absl::Status ShardedEma::full_state_dict(const TensorSink& sink,
         const auto& original = flat->parameters()[i];
         const at::Tensor view = flat->view_of(full, i);
         auto send = [&](const std::string& name) {
-          if (receives && status.ok()) status = sink(name, view);
+          if (!receives || !status.ok()) return;
+          status = catch_errors(name, [&] { return sink(name, view); });
         };
         send(original.name);
         for (const std::string& alias : original.aliases) send(alias);
       }
     }
     return internal::agree(*state_, status, "gather of the EMA");
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("gather of the EMA: ", error.what_without_backtrace()));
-  }
+  });
 }
 
 absl::Status ShardedEma::load_full_state_dict(const TensorSource& source) {

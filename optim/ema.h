@@ -38,11 +38,14 @@ class ShardedEma final : private internal::ShardedStateObserver {
   ShardedEma(const ShardedEma&) = delete;
   ShardedEma& operator=(const ShardedEma&) = delete;
 
-  // Call after the optimizer's step. No communication. Waits for a copy of the
-  // average that TrainingCheckpoints makes.
+  // Call after the optimizer's step. No communication. Waits for a copy that
+  // TrainingCheckpoints makes in the background.
   // Requires: !swapped_in().
   void update();
   double decay() const { return decay_; }
+  const std::shared_ptr<internal::ShardedState>& sharded_state() const {
+    return state_;
+  }
 
   // Puts the average into the model, for evaluation or to save it with
   // full_state_dict(), and keeps the parameters aside; swap_out() puts them

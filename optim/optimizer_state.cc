@@ -9,6 +9,7 @@
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "c10/util/StringUtil.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/status.h"
 #include "fullshard/optim/shard_runs.h"
 #include "fullshard/sharding/gather_shards.h"
@@ -102,9 +103,10 @@ absl::Status stream_optimizer_state(const ShardedOptimizer& optimizer,
   absl::Status status;
   auto send = [&](const std::string& name, const std::string& key,
                   const at::Tensor& tensor) {
-    if (receives && status.ok()) status = sink(name, key, tensor);
+    if (!receives || !status.ok()) return;
+    status = catch_errors(name, [&] { return sink(name, key, tensor); });
   };
-  try {
+  return catch_errors("gather of optimizer state", [&]() -> absl::Status {
     auto local = locals.begin();
     for (FlatParameter* flat : internal::trainable_flats(state)) {
       const auto first = local;
@@ -131,10 +133,7 @@ absl::Status stream_optimizer_state(const ShardedOptimizer& optimizer,
       }
     }
     return internal::agree(state, status, "gather of optimizer state");
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(absl::StrCat("gather of optimizer state: ",
-                                               error.what_without_backtrace()));
-  }
+  });
 }
 
 absl::StatusOr<FullOptimizerState> full_optimizer_state(

@@ -72,7 +72,9 @@ class ShardedOptimizer : private internal::ShardedStateObserver {
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   // Updates every parameter that has a gradient. Before that no unit is
-  // unsharded any more, so that a copy of the old values cannot be used.
+  // unsharded any more, so that a copy of the old values cannot be used. This
+  // and every other change of parameters or state first waits for a copy that
+  // TrainingCheckpoints makes in the background.
   //
   // Collective: all ranks, though nothing is exchanged.
   void step();

@@ -8,6 +8,7 @@
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/status.h"
 #include "fullshard/core/watchdog.h"
 #include "fullshard/sharding/gradient_norm.h"
@@ -49,18 +50,15 @@ absl::Status ShardedModule::shard(std::shared_ptr<torch::nn::Module> module,
     return absl::InvalidArgumentError("fully_shard: the module is null");
   }
   FS_RETURN_IF_ERROR(validate(options.mixed_precision));
-  try {
+  return catch_errors("fully_shard", [&]() -> absl::Status {
     FS_ASSIGN_OR_RETURN(auto units,
                         internal::split_into_units(*module, groups, options));
     whole_ = std::make_shared<internal::WholeTensors>(*module, groups, options);
     state_ = internal::ShardedState::create(groups, options, std::move(units),
                                             whole_->ignored_parameters());
-  } catch (const c10::Error& error) {
-    return absl::InternalError(
-        absl::StrCat("fully_shard: ", error.what_without_backtrace()));
-  }
-  module_ = std::move(module);
-  return absl::OkStatus();
+    module_ = std::move(module);
+    return absl::OkStatus();
+  });
 }
 
 // --- forward
@@ -188,6 +186,7 @@ void ShardedModule::Join::finish(const std::function<void()>& step) {
 // --- parameters
 
 std::vector<LocalParameter> ShardedModule::named_local_parameters() const {
+  state_->notify_before_update();  // The first call moves the shards.
   state_->apply_pending_scale();
   std::vector<LocalParameter> locals;
   for (const auto& unit : state_->units()) {
@@ -204,6 +203,7 @@ std::vector<LocalParameter> ShardedModule::named_local_parameters() const {
 }
 
 std::vector<at::Tensor> ShardedModule::parameters() const {
+  state_->notify_before_update();  // The first call moves the shards.
   std::vector<at::Tensor> shards;
   for (const auto& unit : state_->units()) {
     for (const auto& flat : unit->flats) {
@@ -217,12 +217,8 @@ std::vector<at::Tensor> ShardedModule::parameters() const {
 
 absl::Status ShardedModule::set_trainable(
     const std::function<bool(const std::string& name)>& which, bool value) {
-  try {
-    return state_->set_trainable(which, value);
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("set_trainable: ", error.what_without_backtrace()));
-  }
+  return catch_errors("set_trainable",
+                      [&] { return state_->set_trainable(which, value); });
 }
 
 // --- inspection

@@ -46,6 +46,12 @@ struct LoadOptions {
                              const std::vector<int64_t>& order, int64_t begin,
                              at::Tensor out)>
       read;
+  // Hears what `read` will be called with, some calls before, so that a disk
+  // never waits for the next call. `read_elements_ahead` of io/ is one.
+  std::function<void(const at::Tensor& tensor,
+                     const std::vector<int64_t>& order, int64_t begin,
+                     int64_t numel)>
+      read_ahead;
 };
 
 // This rank's elements of one parameter, in memory order.

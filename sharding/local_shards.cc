@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
@@ -100,7 +101,7 @@ absl::Status ShardedModule::load_local_shards(
   at::NoGradGuard no_grad;
   absl::Status status;
   c10d::Backend& group = replicas(*state_);
-  try {
+  return catch_errors("load", [&]() -> absl::Status {
     state_->begin_update();
     int turn = 0;
     for (const auto& unit : state_->units()) {
@@ -109,7 +110,8 @@ absl::Status ShardedModule::load_local_shards(
         const size_t num =
             reader == group.getRank() ? flat->parameters().size() : 0;
         for (size_t i = 0; status.ok() && i < num; ++i) {
-          status = fill(local_shard(*flat, i));
+          const LocalShard shard = local_shard(*flat, i);
+          status = catch_errors(shard.name, [&] { return fill(shard); });
         }
         // Also after an error, which the others do not know of yet.
         broadcast_to_replicas(group, reader, *flat);
@@ -118,16 +120,13 @@ absl::Status ShardedModule::load_local_shards(
     }
     for (const std::string& name : whole_->names()) {
       if (!status.ok()) break;
-      absl::StatusOr<at::Tensor> value = whole(name);
-      status = value.status();
-      if (value.ok() && value->defined()) status = whole_->load(name, *value);
+      status = catch_errors(name, [&]() -> absl::Status {
+        FS_ASSIGN_OR_RETURN(const at::Tensor value, whole(name));
+        return value.defined() ? whole_->load(name, value) : absl::OkStatus();
+      });
     }
-    status = agree(groups(), status, "load");
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("load: ", error.what_without_backtrace()));
-  }
-  return status;
+    return agree(groups(), status, "load");
+  });
 }
 
 }  // namespace fullshard

@@ -15,9 +15,9 @@
 #include "fullshard/core/saved_tensor_hooks.h"
 #include "fullshard/sharding/backward_order.h"
 #include "fullshard/sharding/gradient_reducer.h"
-#include "fullshard/sharding/sharded_state_observer.h"
 #include "fullshard/sharding/prefetcher.h"
 #include "fullshard/sharding/shard_options.h"
+#include "fullshard/sharding/sharded_state_observer.h"
 #include "fullshard/sharding/transport.h"
 #include "fullshard/sharding/unit.h"
 
@@ -75,12 +75,14 @@ class ShardedState final : public BackwardObserver,
   // Collective.
   void set_full_precision(bool value);
   bool full_precision() const { return full_precision_; }
+  // It lives until remove_observer(). Not while a backward runs.
   void add_observer(ShardedStateObserver* observer);
   void remove_observer(ShardedStateObserver* observer);
   // Call before writing to master shards. Returns when no rank reads them any
   // more. Collective.
   void begin_update();
-  // The part of it that is this rank's alone, where no gather reads them.
+  // Tells the observers that this rank's master shards, or what is kept for
+  // them, will change. Not collective; enough where no rank reads them.
   void notify_before_update();
 
   // A forward of the root: checks for misuse and stale copies, and follows the

@@ -5,14 +5,15 @@ namespace fullshard::internal {
 
 class Unit;
 
-// Reads master shards at times of its own, or keeps tensors that are split as the
-// trainable flat parameters are, and so must follow when a unit's are laid out
-// anew. Layout calls are collective.
+// Is told before master shards change, for it reads them at times of its own,
+// or before a unit is laid out anew, for it keeps tensors that are split as its
+// trainable flat parameters are. Layout calls are collective.
 class ShardedStateObserver {
  public:
   virtual ~ShardedStateObserver() = default;
-  // Master shards, or what an optimizer keeps for them, are about to change.
-  // From the thread that changes them.
+  // Master shards, or what is kept for them, are about to change. May block. On
+  // the thread that changes them (in backward, autograd's), maybe under the
+  // state's lock: calls neither the state nor a collective.
   virtual void before_update() {}
   // Last call with the old flat parameters.
   virtual void before_layout_change(const Unit& /*unit*/) {}

@@ -1,12 +1,13 @@
 // Whole parameters and buffers, into a state dict and from one.
 
-#include <optional>
+#include <deque>
 #include <utility>
 
 #include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
+#include "fullshard/core/catch_errors.h"
 #include "fullshard/core/max_over_ranks.h"
 #include "fullshard/core/memory_order.h"
 #include "fullshard/core/status.h"
@@ -64,6 +65,62 @@ Expected expected(const LocalShard& shard) {
   return {"parameter", shard.name, shard.sizes, shard.values.scalar_type()};
 }
 
+// Fills shards one after the other. What follows is announced for read_ahead
+// while less than this is: enough for a disk, little in the page cache.
+constexpr int64_t kReadAheadBytes = int64_t{16} << 20;
+
+class ShardReader {
+ public:
+  using Find = std::function<absl::StatusOr<at::Tensor>(const LocalShard&)>;
+
+  // `shards`: those that will be filled, in that order, with elements of what
+  // `find` returns for each.
+  ShardReader(std::vector<LocalShard> shards, Find find,
+              const LoadOptions& options)
+      : shards_(std::move(shards)), find_(std::move(find)), options_(options) {}
+
+  absl::Status fill_next() {
+    while (found_.empty() || (options_.read_ahead && has_room_ahead())) {
+      FS_RETURN_IF_ERROR(find_one());
+    }
+    const LocalShard& shard = shards_[num_found_ - found_.size()];
+    const at::Tensor full = std::move(found_.front());
+    found_.pop_front();
+    at::Tensor values = shard.values;
+    bytes_ahead_ -= static_cast<int64_t>(values.nbytes());
+    if (options_.read) {
+      return options_.read(full, shard.order, shard.begin, values);
+    }
+    values.copy_(elements_in_order(full, shard.order)
+                     .narrow(0, shard.begin, values.numel()));
+    return absl::OkStatus();
+  }
+
+ private:
+  bool has_room_ahead() const {
+    return num_found_ < shards_.size() && bytes_ahead_ < kReadAheadBytes;
+  }
+  absl::Status find_one() {
+    const LocalShard& shard = shards_[num_found_];
+    FS_ASSIGN_OR_RETURN(at::Tensor full, find_(shard));
+    const int64_t numel = shard.values.numel();
+    if (options_.read_ahead) {
+      options_.read_ahead(full, shard.order, shard.begin, numel);
+    }
+    found_.push_back(std::move(full));
+    ++num_found_;
+    bytes_ahead_ += static_cast<int64_t>(shard.values.nbytes());
+    return absl::OkStatus();
+  }
+
+  const std::vector<LocalShard> shards_;
+  const Find find_;
+  const LoadOptions& options_;
+  size_t num_found_ = 0;
+  std::deque<at::Tensor> found_;  // And not filled: the last of num_found_.
+  int64_t bytes_ahead_ = 0;
+};
+
 }  // namespace
 
 // Takes tensors from a source, on every rank or from rank 0 to the others.
@@ -85,15 +142,17 @@ class ShardedModule::Loader {
   // The tensor, under its name or, if there is none, under an alias.
   absl::StatusOr<at::Tensor> read(const Expected& expected,
                                   const Names& aliases = {}) const {
-    absl::StatusOr<at::Tensor> tensor = source_(expected.name);
-    for (const std::string& alias : aliases) {
-      if (!absl::IsNotFound(tensor.status())) break;
-      absl::StatusOr<at::Tensor> other = source_(alias);
-      if (other.ok()) tensor = std::move(other);
-    }
-    FS_RETURN_IF_ERROR(tensor.status());
-    FS_RETURN_IF_ERROR(check(expected, *tensor, options_.cast_dtypes));
-    return tensor;
+    return catch_errors(expected.name, [&]() -> absl::StatusOr<at::Tensor> {
+      absl::StatusOr<at::Tensor> tensor = source_(expected.name);
+      for (const std::string& alias : aliases) {
+        if (!absl::IsNotFound(tensor.status())) break;
+        absl::StatusOr<at::Tensor> other = source_(alias);
+        if (other.ok()) tensor = std::move(other);
+      }
+      FS_RETURN_IF_ERROR(tensor.status());
+      FS_RETURN_IF_ERROR(check(expected, *tensor, options_.cast_dtypes));
+      return tensor;
+    });
   }
 
   // The same, of rank 0. Collective.
@@ -136,9 +195,10 @@ absl::Status ShardedModule::full_state_dict(
   const bool receives = all_ranks || groups().rank() == 0;
   absl::Status status;
   auto send = [&](const std::string& name, const at::Tensor& tensor) {
-    if (receives && status.ok()) status = sink(name, tensor);
+    if (!receives || !status.ok()) return;
+    status = catch_errors(name, [&] { return sink(name, tensor); });
   };
-  try {
+  return catch_errors("full_state_dict", [&]() -> absl::Status {
     for (const auto& unit : state_->units()) {
       for (const auto& flat : unit->flats) {
         const at::Tensor full = internal::gather_shards(
@@ -155,13 +215,11 @@ absl::Status ShardedModule::full_state_dict(
     for (const std::string& name : whole_->names()) {
       send(name, whole_->value(name));
     }
-    if (receives && status.ok() && finish) status = finish();
-    status = agree(groups(), status, "full_state_dict");
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("full_state_dict: ", error.what_without_backtrace()));
-  }
-  return status;
+    if (receives && status.ok() && finish) {
+      status = catch_errors("full_state_dict", finish);
+    }
+    return agree(groups(), status, "full_state_dict");
+  });
 }
 
 absl::Status ShardedModule::load_full_state_dict(const TensorSource& source,
@@ -169,7 +227,7 @@ absl::Status ShardedModule::load_full_state_dict(const TensorSource& source,
   c10::InferenceMode ordinary_tensors(false);
   at::NoGradGuard no_grad;
   const Loader loader(groups(), source, options);
-  try {
+  return catch_errors("load_full_state_dict", [&]() -> absl::Status {
     if (loader.broadcasts()) return load_from_rank0(loader);
     absl::Status status;
     for (const LocalShard& shard : local_shards()) {
@@ -183,28 +241,27 @@ absl::Status ShardedModule::load_full_state_dict(const TensorSource& source,
               .status());
     }
     FS_RETURN_IF_ERROR(agree(groups(), status, "load_full_state_dict"));
+    const auto is_wanted = [&](const LocalShard& shard) {
+      return loader.wants(shard.name) && shard.values.numel() > 0;
+    };
+    std::vector<LocalShard> wanted;
+    for (LocalShard& shard : local_shards()) {
+      if (shard.own_turn && is_wanted(shard)) wanted.push_back(shard);
+    }
+    ShardReader reader(
+        std::move(wanted),
+        [&](const LocalShard& shard) {
+          return loader.read(expected(shard), shard.aliases);
+        },
+        options);
     return load_local_shards(
-        [&](const LocalShard& shard) -> absl::Status {
-          if (!loader.wants(shard.name) || shard.values.numel() == 0) {
-            return absl::OkStatus();
-          }
-          FS_ASSIGN_OR_RETURN(const at::Tensor full,
-                              loader.read(expected(shard), shard.aliases));
-          if (options.read) {
-            return options.read(full, shard.order, shard.begin, shard.values);
-          }
-          at::Tensor values = shard.values;
-          values.copy_(elements_in_order(full, shard.order)
-                           .narrow(0, shard.begin, values.numel()));
-          return absl::OkStatus();
+        [&](const LocalShard& shard) {
+          return is_wanted(shard) ? reader.fill_next() : absl::OkStatus();
         },
         [&](const std::string& name) -> absl::StatusOr<at::Tensor> {
           return loader.wants(name) ? source(name) : at::Tensor();
         });
-  } catch (const c10::Error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("load_full_state_dict: ", error.what_without_backtrace()));
-  }
+  });
 }
 
 absl::Status ShardedModule::load_from_rank0(const Loader& loader) {

@@ -300,6 +300,64 @@ TEST(ShardedCheckpointTest, ARankThatDoesNotComeIsNamed) {
               HasSubstr("rank 0 did not finish"));
 }
 
+// The rank that stopped waiting has the last word, or rank 0 has: never one of
+// them a checkpoint that the other says has failed.
+TEST(ShardedCheckpointTest, ARankThatStoppedWaitingFailsTheSave) {
+  TempDir dir;
+  const std::string folder = dir.file("step-000001");
+  ASSERT_TRUE(ShardedCheckpointWriter::prepare(folder).ok());
+  ShardedCheckpointWriter early(folder, 1, 2, std::chrono::milliseconds(50));
+  EXPECT_FALSE(early.write(shards_of(1, 2), {}).ok());
+  ShardedCheckpointWriter late(folder, 0, 2, std::chrono::milliseconds(5000));
+  EXPECT_THAT(std::string(late.write(shards_of(0, 2), {}).message()),
+              HasSubstr("rank 1: save of " + folder +
+                        ": rank 0 did not finish "
+                        "within 0.05 s"));
+  EXPECT_FALSE(std::filesystem::exists(folder));
+  // Any pair of times.
+  for (int slow = 0; slow < 40; ++slow) {
+    ASSERT_TRUE(ShardedCheckpointWriter::prepare(folder).ok());
+    absl::Status first, second;
+    std::thread thread([&] {
+      ShardedCheckpointWriter writer(folder, 1, 2,
+                                     std::chrono::milliseconds(20));
+      second = writer.write(shards_of(1, 2), {{"note", "a\nb"}});
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(slow));
+    ShardedCheckpointWriter writer(folder, 0, 2, std::chrono::seconds(5));
+    first = writer.write(shards_of(0, 2), {{"note", "a\nb"}});
+    thread.join();
+    EXPECT_EQ(first.ok(), second.ok()) << first << second;
+    EXPECT_EQ(std::filesystem::exists(folder), first.ok());
+    if (first.ok()) expect_holds(folder);
+    std::filesystem::remove_all(folder);
+  }
+}
+
+// Nor may what one of them throws keep the others waiting.
+TEST(ShardedCheckpointTest, AnExceptionOnOneRankReachesAll) {
+  class Throwing : public FileSystem {
+   public:
+    int create(const std::string& /*path*/) override { throw std::bad_alloc(); }
+  };
+  for (int failing : {0, 1, 2}) {
+    TempDir dir;
+    Throwing throwing;
+    const auto results =
+        save(dir.file("step-000001"), 3, 1, [&](int rank) -> FileSystem& {
+          return rank == failing ? throwing : FileSystem::posix();
+        });
+    for (const absl::Status& status : results) {
+      EXPECT_THAT(std::string(status.message()), HasSubstr("bad_alloc"));
+    }
+    // The data of all ranks is gone, whoever failed and when.
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(
+             dir.file(".step-000001.saving"))) {
+      EXPECT_NE(entry.path().extension(), ".distcp") << entry.path();
+    }
+  }
+}
+
 // At every call that makes something durable: afterwards the old checkpoint
 // loads or the new one, also where one of the same name is replaced.
 TEST(ShardedCheckpointTest, KilledOrFailingAtEveryCallOldOrNewLoads) {

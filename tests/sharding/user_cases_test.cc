@@ -390,6 +390,52 @@ TEST(UserCasesTest, ALoadSaysWhatIsWrong) {
   });
 }
 
+// What a user's function throws on one rank ends the call on all of them.
+TEST(UserCasesTest, AnExceptionOfASourceOrSinkReachesAll) {
+  run_ranks(2, [&](ProcessGroups& groups) {
+    auto sharded = fully_shard(std::make_shared<Shapes>(), groups).value();
+    const auto expect_fails = [&](const absl::Status& status, int failing) {
+      EXPECT_THAT(std::string(status.message()),
+                  groups.rank() == failing
+                      ? HasSubstr("disk on fire")
+                      : HasSubstr("failed on another rank"));
+    };
+    for (int failing : {0, 1}) {
+      const bool fails = groups.rank() == failing;
+      std::map<std::string, at::Tensor> state;
+      expect_fails(sharded.full_state_dict(
+                       [&](const std::string& name, const at::Tensor& tensor) {
+                         if (fails) throw std::runtime_error("disk on fire");
+                         state[name] = tensor.clone();
+                         return absl::OkStatus();
+                       },
+                       /*all_ranks=*/true),
+                   failing);
+      ASSERT_TRUE(sharded
+                      .full_state_dict(
+                          [&](const std::string& name, const at::Tensor& t) {
+                            state[name] = t.clone();
+                            return absl::OkStatus();
+                          },
+                          /*all_ranks=*/true)
+                      .ok());
+      // While the first look at everything, and while it is read.
+      for (int call : {1, static_cast<int>(state.size()) + 1}) {
+        int calls = 0;
+        expect_fails(
+            sharded.load_full_state_dict(
+                [&](const std::string& name) -> absl::StatusOr<at::Tensor> {
+                  if (++calls == call && fails) {
+                    throw std::runtime_error("disk on fire");
+                  }
+                  return state.at(name);
+                }),
+            failing);
+      }
+    }
+  });
+}
+
 // Only rank 0 of a 2 x 2 mesh has the tensors.
 TEST(UserCasesTest, AFullDictOfRank0LoadsOnEveryRank) {
   RunRanksOptions run;

@@ -13,6 +13,7 @@
 #include "fullshard/io/checkpoint_reader.h"
 #include "fullshard/io/full_state_dict.h"
 #include "fullshard/io/pt_reader.h"
+#include "fullshard/io/read_elements.h"
 #include "fullshard/io/safetensors.h"
 #include "fullshard/tests/io/fault_file_system.h"
 #include "fullshard/tests/io/python.h"
@@ -403,6 +404,43 @@ TEST(LoadFullCheckpointTest, ShortReadsGoOnAndFailedOnesAreNamed) {
     EXPECT_TRUE(load().ok());
     expect_equal(state_of(model), expected);
   });
+}
+
+// Every read is announced in its turn, and some before the first one.
+TEST(LoadFullCheckpointTest, WhatWillBeReadIsAnnouncedInOrder) {
+  for (const Layout& layout : layouts()) {
+    with_model<OddModel>(layout, [&](ProcessGroups&, auto& model) {
+      const State state = state_of(model);
+      std::vector<std::vector<int64_t>> announced, read;
+      size_t before_first = 0;
+      LoadOptions options;
+      options.names = [](const std::string& name) { return name != "frozen"; };
+      options.read_ahead = [&](const at::Tensor& tensor, const auto& /*order*/,
+                               int64_t begin, int64_t numel) {
+        if (read.empty()) ++before_first;
+        announced.push_back({tensor.numel(), begin, numel});
+      };
+      options.read = [&](const at::Tensor& tensor, const auto& order,
+                         int64_t begin, at::Tensor out) {
+        read.push_back({tensor.numel(), begin, out.numel()});
+        EXPECT_GE(announced.size(), read.size());
+        return read_elements(tensor, order, begin, out);
+      };
+      const auto source = [&](const std::string& name) {
+        return absl::StatusOr<at::Tensor>(state.at(name));
+      };
+      ASSERT_TRUE(model.load_full_state_dict(source, options).ok());
+      EXPECT_EQ(announced, read);
+      size_t num_reads = 0;
+      for (const LocalShard& shard : model.local_shards()) {
+        num_reads += shard.own_turn && shard.values.numel() > 0 &&
+                     shard.name != "frozen";
+      }
+      EXPECT_EQ(read.size(), num_reads);
+      EXPECT_EQ(before_first, num_reads);  // All are small.
+      expect_equal(state_of(model), state);
+    });
+  }
 }
 
 TEST(LoadFullCheckpointTest, AFileCutShortUnderTheReaderIsAnError) {

@@ -296,6 +296,84 @@ TEST(TrainingCheckpointsTest, AsyncErrorsSurface) {
   });
 }
 
+// Before a rank comes to the others' files, too.
+TEST(TrainingCheckpointsTest, AnExceptionOnOneRankReachesAll) {
+  class Throwing : public FileSystem {
+   public:
+    int create(const std::string& path) override {
+      if (throws) throw std::bad_alloc();
+      return FileSystem::create(path);
+    }
+    int create_directory(const std::string& path) override {
+      if (throws) throw std::bad_alloc();
+      return FileSystem::create_directory(path);
+    }
+    bool throws = false;
+  };
+  TempDir dir;
+  run_ranks(2, [&](ProcessGroups& groups) {
+    auto model =
+        fully_shard(std::make_shared<Model>(), groups, layer_units()).value();
+    for (int failing : {0, 1}) {
+      Throwing throwing;
+      TrainingCheckpointsOptions options;
+      if (groups.rank() == failing) options.file_system = &throwing;
+      const std::string folder = dir.file(absl::StrCat("run", failing));
+      TrainingCheckpoints checkpoints(folder, model, nullptr, options);
+      throwing.throws = true;
+      EXPECT_FALSE(checkpoints.save(1, {}).ok());
+      const auto started = checkpoints.save_async(2, {});
+      EXPECT_EQ(started.ok(), failing == 1);  // Else nothing can be prepared.
+      EXPECT_EQ(checkpoints.wait().ok(), failing == 0);
+      // A failed save is no reason not to load.
+      throwing.throws = false;
+      ASSERT_TRUE(checkpoints.save(3, {}).ok());
+      throwing.throws = true;
+      (void)checkpoints.save_async(4, {});
+      EXPECT_TRUE(checkpoints.load(folder + "/latest").ok());
+      EXPECT_FALSE(std::filesystem::exists(folder + "/step-000004"));
+    }
+  });
+}
+
+TEST(TrainingCheckpointsTest, WrongOptionsAreRefused) {
+  TempDir dir;
+  run_ranks(2, [&](ProcessGroups& groups) {
+    auto model =
+        fully_shard(std::make_shared<Model>(), groups, layer_units()).value();
+    auto other =
+        fully_shard(std::make_shared<Model>(), groups, layer_units()).value();
+    ShardedAdamW optimizer(other, adamw());
+    ShardedEma ema(other, 10);
+    const auto message = [&](const TrainingCheckpointsOptions& options,
+                             ShardedOptimizer* used = nullptr) {
+      try {
+        TrainingCheckpoints(dir.file("run"), model, used, options);
+      } catch (const c10::Error& error) {
+        return std::string(error.what_without_backtrace());
+      }
+      return std::string("none");
+    };
+    TrainingCheckpointsOptions options;
+    EXPECT_EQ(message(options), "none");
+    EXPECT_THAT(message(options, &optimizer),
+                HasSubstr("the optimizer is of another model"));
+    options.ema = &ema;
+    EXPECT_THAT(message(options), HasSubstr("the average is of another model"));
+    for (const char* key : {"", "ema", "rng", "optim"}) {
+      options = {};
+      options.model_key = key;
+      EXPECT_THAT(message(options), HasSubstr("expected two different keys"));
+    }
+    options = {};
+    options.keep_last = -1;
+    EXPECT_THAT(message(options), HasSubstr("keep_last -1"));
+    options = {};
+    options.timeout = std::chrono::milliseconds(0);
+    EXPECT_THAT(message(options), HasSubstr("timeout 0 ms"));
+  });
+}
+
 TEST(TrainingCheckpointsTest, OldOnesAreRemovedButTheKept) {
   TempDir dir;
   run_ranks(2, [&](ProcessGroups& groups) {
