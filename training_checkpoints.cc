@@ -225,7 +225,7 @@ void TrainingCheckpoints::start_thread(std::shared_ptr<Save> save) {
 // Comes to an end with the other ranks, whatever happens on this one.
 absl::Status TrainingCheckpoints::write(const Save& save,
                                         const absl::Status& copied) const {
-  const ProcessGroups& groups = model_.groups();
+  const ProcessGroups& groups = sharded_state_->groups();
   ShardedCheckpointWriter writer(save.folder, groups.rank(),
                                  groups.world_size(), options_.timeout,
                                  file_system_);

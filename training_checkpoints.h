@@ -67,7 +67,7 @@ class TrainingCheckpoints : private internal::ShardedStateObserver {
  public:
   using State = std::map<std::string, std::string>;
 
-  // `optimizer` may be null. All outlive this.
+  // `optimizer` may be null. All outlive the last call of save or load.
   // Errors: c10::Error for keys that are empty, equal or taken ("ema", "rng"),
   // numbers below 0, and an optimizer or average of another model.
   TrainingCheckpoints(std::string folder, ShardedModule& model,

@@ -305,12 +305,17 @@ Opened open_checkpoint(const std::string& path) {
       return ShardedCheckpoint::open(path);
     }
   }
-  constexpr const char* kNames[] = {
-      kSafetensorsIndexName,          kSafetensorsName,
-      "pytorch_model.bin.index.json", "pytorch_model.bin",
-      "latest-checkpoint.pt",         "checkpoints/latest-checkpoint.pt"};
+  constexpr const char* kNames[] = {kSafetensorsIndexName,
+                                    kSafetensorsName,
+                                    "pytorch_model.bin.index.json",
+                                    "pytorch_model.bin",
+                                    "latest-checkpoint.pt",
+                                    "checkpoints/latest-checkpoint.pt",
+                                    "latest",
+                                    "checkpoints/latest"};
   for (const char* const name : kNames) {
     const std::string file = absl::StrCat(path, "/", name);
+    if (is_folder(file)) return ShardedCheckpoint::open(file);
     if (exists(file)) return open_file(path, file);
   }
   return absl::NotFoundError(absl::StrCat(

@@ -69,9 +69,10 @@ class CheckpointReader {
 
 // Opens a .pt file (zip or legacy), a safetensors file, an index of either, or
 // a folder: a sharded checkpoint, Python's DCP, Hugging Face's
-// (model.safetensors, pytorch_model.bin, with or without index), or a run's
-// with `latest-checkpoint.pt`. Errors: those of PtReader and SafetensorsReader;
-// NotFound for a folder that holds none of these.
+// (model.safetensors, pytorch_model.bin, with or without index), or a run's or
+// its checkpoints', with `latest-checkpoint.pt` or `latest`. Errors: those of
+// PtReader and SafetensorsReader; NotFound for a folder that holds none of
+// these.
 absl::StatusOr<std::unique_ptr<CheckpointReader>> open_checkpoint(
     const std::string& path);
 

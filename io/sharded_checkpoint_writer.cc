@@ -164,15 +164,16 @@ absl::Status ShardedCheckpointWriter::prepare(const std::string& folder,
                                               FileSystem& file_system) {
   const std::string temporary = temporary_folder(folder);
   std::error_code error;
+  fs::create_directories(parent_directory(folder), error);
+  if (error) {
+    return absl::UnavailableError(absl::StrCat("cannot create folder ",
+                                               parent_directory(folder), ": ",
+                                               error.message()));
+  }
   fs::remove_all(temporary, error);
   if (error) {
     return absl::UnavailableError(
         absl::StrCat("cannot remove ", temporary, ": ", error.message()));
-  }
-  fs::create_directories(parent_directory(folder), error);
-  if (error) {
-    return absl::UnavailableError(absl::StrCat(
-        "cannot create ", parent_directory(folder), ": ", error.message()));
   }
   if (const int made = file_system.create_directory(temporary); made < 0) {
     return file_error(made, "create folder", temporary);

@@ -235,6 +235,21 @@ TEST(ConvertTest, FolderBringsItsOtherFiles) {
   EXPECT_EQ(read_file(dir.file("two/config.json")), "{\"a\": 1}");
 }
 
+// That holds `latest`, as TrainingCheckpoints keep it, or a run with one.
+TEST(ConvertTest, FolderOfShardedCheckpointsIsItsLatest) {
+  TempDir dir;
+  std::filesystem::create_directories(dir.file("run/checkpoints"));
+  const std::string step = dir.file("run/checkpoints/step-000007");
+  convert(write_example(dir), step);
+  std::filesystem::create_symlink("step-000007",
+                                  dir.file("run/checkpoints/latest"));
+  for (const char* name : {"run", "run/checkpoints"}) {
+    const auto reader = open(dir.file(name));
+    EXPECT_EQ(reader->format(), "sharded");
+    EXPECT_EQ(reader->tensors().size(), open(step)->tensors().size());
+  }
+}
+
 TEST(ConvertTest, MistakesAreNamedAndLeaveNothing) {
   TempDir dir;
   const std::string example = write_example(dir);

@@ -222,6 +222,29 @@ TEST(CopyInBackgroundTest, AChangeThatDoesNotWaitIsFound) {
   });
 }
 
+// A save that is under way needs nothing but what it holds.
+TEST(CopyInBackgroundTest, TheModelMayGoFirst) {
+  TempDir dir;
+  run_ranks(2, [&](ProcessGroups& groups) {
+    TrainingCheckpointsOptions options;
+    options.copy_in_background = true;
+    auto model = std::make_unique<FullyShardedModule<Layers>>(
+        fully_shard(std::make_shared<Layers>(), groups, layer_units()).value());
+    const State before = state_of(*model);
+    TrainingCheckpoints checkpoints(dir.file("run"), *model, nullptr, options);
+    const auto saved = checkpoints.save_async(1, {});
+    ASSERT_TRUE(saved.ok()) << saved.status();
+    model.reset();
+    ASSERT_TRUE(checkpoints.wait().ok());
+    const auto reader = ShardedCheckpointReader::open(*saved).value();
+    for (const auto& [name, tensor] : before) {
+      EXPECT_TRUE(
+          reader->tensor(*reader->find("model." + name)).value().equal(tensor))
+          << name;
+    }
+  });
+}
+
 // The thread and its buffer outlive neither the next save nor the object.
 TEST(CopyInBackgroundTest, SavesRightAfterEachOther) {
   TempDir dir;
